@@ -47,7 +47,7 @@ from .loading.registry import Registry as Registry
 from .planning.groups import Grouping as Grouping
 from .planning.groups import KVCacheGroup as KVCacheGroup
 from .planning.groups import group_layers as group_layers
-from .planning.groups import make_layer_specs as make_layer_specs
+from .planning.layer_specs import make_layer_specs as make_layer_specs
 from .planning.memory import allocating as allocating
 from .planning.memory import check_host_bytes as check_host_bytes
 from .planning.plan import KVCachePlan as KVCachePlan

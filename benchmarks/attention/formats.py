@@ -30,8 +30,8 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.contract import LayerSpec, QuerySpec
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.slots import Slots
-from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
+from kvframe.planning.layer_specs import make_layer_specs
 from kvframe.planning.sizing import plan_for_stack
 from kvframe.selection.select import select_backends
 from kvframe.testing.grid import installed_formats

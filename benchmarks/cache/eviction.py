@@ -44,7 +44,7 @@ def make_manager(policy: str, num_tokens: int) -> KVCacheManager:
     grouping = group_layers([LayerSpec(name="layer", spec=spec)])
     plan = plan_cache(grouping, memory_bytes=2 * LONGEST * 64, max_model_len=LONGEST, max_num_batched_tokens=LONGEST)
     num_slabs = num_tokens // BLOCK // plan.groups[0].pages_per_slab
-    eviction = make_policy(stack, load_plugins().registry)
+    eviction = make_policy(stack.cache.eviction, load_plugins().registry)
     return KVCacheManager(attrs.evolve(plan, num_slabs=num_slabs), max_num_seqs=1, eviction=eviction)
 
 

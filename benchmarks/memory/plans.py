@@ -21,8 +21,9 @@ from kvframe.contract.description import ModelDescription
 from kvframe.contract.specs import LayerSpec, align_up
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
-from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
+from kvframe.planning.groups import Grouping, group_layers
 from kvframe.planning.layer_file import read_layer_file
+from kvframe.planning.layer_specs import make_layer_specs
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.planning.sizing import plan_for_stack
 

@@ -22,7 +22,7 @@ from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.answers import ask
-from kvframe.planning.prompt_budget import QUERY
+from kvframe.planning.spec_check import QUERY
 
 
 class AttentionLayer:

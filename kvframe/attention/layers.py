@@ -32,9 +32,9 @@ from kvframe.contract.order import IntArray
 from kvframe.contract.specs import TOKENS, LayerSpec
 from kvframe.contract.state import StateStep
 from kvframe.planning.groups import Grouping, group_layers, is_step_local
+from kvframe.selection.chains import Skipping
 from kvframe.selection.choice import Choice
 from kvframe.selection.select import select_backends
-from kvframe.selection.skipping import Skipping
 
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack

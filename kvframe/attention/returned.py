@@ -14,7 +14,7 @@ from kvframe.contract.capture import NotReplayableError
 from kvframe.contract.errors import BackendError, KVFrameError, PluginError, shown
 from kvframe.contract.foreign import safe_repr, safe_text
 from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.loading.declarations import find_misdeclared
+from kvframe.loading.claims import find_misdeclared
 
 BuilderT = TypeVar("BuilderT", bound=AttentionMetadataBuilder)
 

@@ -14,7 +14,7 @@ from kvframe.cache.block_order import BlockIds
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import Counts, GroupKinds, RowNumbers, Rows, TableStack
 from kvframe.planning.answers import Answers
-from kvframe.planning.prompt_budget import num_moved_blocks
+from kvframe.planning.spec_check import num_moved_blocks
 
 PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages within the pool, byte by byte: of a group, from some block ids to as many others. It may raise."""

@@ -1,69 +1,194 @@
-"""Makes the parts that a stack names: the eviction policy, and the proposer of draft tokens."""
+"""Makes what a stack names with options: policies, proposers, formats, wrappers, and the options of backends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvframe.config.options import Use, make_with_options
-from kvframe.contract.errors import KVFrameError, PluginError, StackError, shown
+from kvframe.contract.errors import KVFrameError, PluginError, SpecError, StackError, WrapperError, listed, shown
 from kvframe.contract.eviction import LRU, EvictionPolicy
+from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.page_store import PageStore
 from kvframe.contract.proposer import Proposer
+from kvframe.contract.wrapper import MetadataWrapper
+from kvframe.loading.claims import KINDS
+from kvframe.loading.registry import Registry
 
 if TYPE_CHECKING:
-    from kvframe.config.stack import Stack
-    from kvframe.loading.registry import Registry
+    from kvframe.contract.backend import AttentionBackend
 
-MOST_DRAFTS = 64
+MAX_DRAFTS = 64
 """The most draft tokens of a request in a step."""
+
+UNREGISTERED: Mapping[tuple[str, str], type[Any]] = {
+    ("eviction", LRU.name): type(LRU),
+    ("format", PLAIN.name): type(PLAIN),
+}
+"""Classes that a stack may name and no plugin registers, by kind and name."""
+
+_FORMAT_FORM = (
+    'a format is given by its name, or as a table of a name and options: { name = "fp8_tensor", k_scale = 0.5 }'
+)
 
 T = TypeVar("T")
 
 
-def make_policy(stack: Stack, registry: Registry) -> EvictionPolicy:
-    """Return the eviction policy of a stack's ``[cache] eviction``; raise ``StackError`` if it cannot be made."""
-    use = stack.cache.eviction
-
-    def load(name: str) -> type[EvictionPolicy]:
-        return type(LRU) if name == LRU.name else registry.eviction_policies.load(name)
-
-    return _make(f"{stack.source}: cache.eviction", "eviction policy", use, load)
+def load_class(kind: str, name: str, registry: Registry) -> Any:
+    """Return the class of a kind that a stack names; raises as ``Catalogue.load`` does."""
+    return UNREGISTERED.get((kind, name)) or registry.catalogues[kind].load(name)
 
 
-def make_page_stores(stack: Stack, registry: Registry) -> list[PageStore]:
-    """Return the page stores of a stack's ``[cache] disk`` and ``stores``, in the order in which they are asked.
+def check_options(kind: str, use: Use, registry: Registry) -> None:
+    """Raise ``StackError`` if the class that a stack names does not take its options, with the options that it has.
+
+    A class without options is not imported. Nothing is checked of a class that cannot be imported here, because a plan
+    may be for another machine.
+    """
+    if not use.options:
+        return
+    try:
+        part_class = load_class(kind, use.name, registry)
+    except PluginError:
+        return
+    if kind == "backend":
+        make_backend_options(use, part_class)
+    else:
+        make_with_use(kind, use, part_class)
+
+
+def make_with_use(kind: str, use: Use, part_class: type[T]) -> T:
+    """Return an instance of a class with the options of a stack.
+
+    Raises:
+        StackError: The class does not take the options.
+        PluginError: The class fails in another way.
+    """
+    whose = f"{KINDS[kind].label} {use.name!r}"
+    try:
+        return make_with_options(part_class, use.options)
+    except ValueError as error:
+        raise StackError(f"{use.origin}: {whose}: {error}") from error
+    except PluginError as error:
+        raise PluginError(f"{whose}: its options: {error}") from error.__cause__
+
+
+def make_backend_options(use: Use, backend_class: type[AttentionBackend]) -> Any:
+    """Return an instance of a backend's ``options_class``, None if it has none; raises as ``make_with_use`` does."""
+    if backend_class.options_class is not None:
+        return make_with_use("backend", use, backend_class.options_class)
+    if use.options:
+        names = listed(sorted(use.options))
+        raise StackError(f"{use.origin}: backend {use.name!r} has no options, and is given {names}")
+    return None
+
+
+def make_policy(use: Use, registry: Registry) -> EvictionPolicy:
+    """Return the eviction policy of ``[cache] eviction``; raise ``StackError`` if it cannot be made."""
+    policy: EvictionPolicy = _make("eviction", use, registry)
+    return policy
+
+
+def make_page_stores(uses: Sequence[Use], registry: Registry) -> list[PageStore]:
+    """Return the page stores of ``[cache]`` (``CacheOptions.all_stores``), in the order in which they are asked.
 
     Raises ``StackError`` for one that cannot be made.
     """
-    stores = []
-    for use in stack.cache.all_stores:
-        stores.append(_make(use.place, "page store", use, registry.page_stores.load))
-    return stores
+    return [_make("page_store", use, registry) for use in uses]
 
 
-def make_proposer(stack: Stack, registry: Registry) -> Proposer | None:
-    """Return the proposer of a stack's ``[model] drafts``, or None; raise ``StackError`` if it cannot be made."""
-    use = stack.model.drafts
+def make_proposer(use: Use | None, registry: Registry) -> Proposer | None:
+    """Return the proposer of ``[model] drafts``, or None; raise ``StackError`` if it cannot be made."""
     if use is None:
         return None
-    where = f"{stack.source}: model.drafts"
-    proposer: Proposer = _make(where, "proposer", use, registry.proposers.load)
+    proposer: Proposer = _make("proposer", use, registry)
     max_drafts = proposer.max_drafts
-    if type(max_drafts) is not int or not 1 <= max_drafts <= MOST_DRAFTS:
+    if type(max_drafts) is not int or not 1 <= max_drafts <= MAX_DRAFTS:
         raise StackError(
-            f"{where}: proposer {use.name!r}: max_drafts must be a whole number from 1 to {MOST_DRAFTS}, "
+            f"{use.origin}: proposer {use.name!r}: max_drafts must be a whole number from 1 to {MAX_DRAFTS}, "
             f"not {shown(max_drafts)}"
         )
     return proposer
 
 
-def _make(where: str, label: str, use: Use, load: Callable[[str], type[T]]) -> T:
+def _make(kind: str, use: Use, registry: Registry) -> Any:
     try:
-        part_class = load(use.name)
+        return make_with_use(kind, use, load_class(kind, use.name, registry))
+    except StackError:
+        raise
     except KVFrameError as error:
-        raise StackError(f"{where}: {error}") from error
+        raise StackError(f"{use.origin}: {error}") from error
+
+
+def default_format(use: Use | None, registry: Registry) -> KVFormat:
+    """Return the format of ``[cache] format``, for the layers for which no rule chooses another one."""
+    if use is None:
+        return PLAIN
     try:
-        return make_with_options(part_class, use.options)
-    except (ValueError, PluginError) as error:
-        raise StackError(f"{where}: {label} {use.name!r}: {error}") from error
+        return make_format(use, registry)
+    except KVFrameError as error:
+        raise StackError(f"{use.origin}: {error}") from error
+
+
+def make_format(choice: Any, registry: Registry) -> KVFormat:
+    """Return the format that a stack, a rule or a layer file names.
+
+    Args:
+        choice: A name, a table of ``name`` and options, a ``Use``, or the format itself.
+        registry: Where formats are looked up.
+
+    Raises:
+        SpecError: The choice has another form, or the options do not fit the format.
+        UnknownNameError: No plugin provides the format.
+        ContestedNameError: Several plugins do.
+        PluginError: It cannot be imported, or fails.
+    """
+    if isinstance(choice, KVFormat):
+        return choice
+    use = _as_use(choice)
+    format_class: type[KVFormat] = load_class("format", use.name, registry)
+    try:
+        return make_with_options(format_class, use.options)
+    except ValueError as error:
+        raise SpecError(f"KV format {use.name!r}: {error}") from error
+    except PluginError as error:
+        raise PluginError(f"KV format {use.name!r}: {error}") from error
+
+
+def _as_use(choice: Any) -> Use:
+    if isinstance(choice, Use):
+        return choice
+    if isinstance(choice, str):
+        return Use(choice)
+    if isinstance(choice, Mapping) and isinstance(choice.get("name"), str):
+        return Use.of_table(choice)
+    raise SpecError(f"{_FORMAT_FORM}, not {choice!r}")
+
+
+def check_order(chain: Sequence[type[MetadataWrapper]]) -> None:
+    """Raise ``WrapperError`` (``chain_order``) for a wrong order of wrappers, with the legal order if there is one."""
+    problem = _misplaced(chain)
+    if problem is None:
+        return
+    legal = next((order for order in itertools.permutations(chain) if _misplaced(order) is None), None)
+    advice = (
+        "these wrappers cannot be combined in any order"
+        if legal is None
+        else f"the legal order is [{', '.join(repr(wrapper.name) for wrapper in legal)}]"
+    )
+    raise WrapperError(f"{problem}; {advice}", code="chain_order")
+
+
+def _misplaced(chain: Sequence[type[MetadataWrapper]]) -> str | None:
+    """Return what is wrong with the order of a chain; None if it is right."""
+    for first, second in itertools.combinations(chain, 2):
+        for reason in sorted(({first.name} | first.effects) & second.not_after):
+            return f"wrapper {second.name!r} cannot come after {_because(first, reason)}"
+        for reason in sorted(({second.name} | second.effects) & first.not_before):
+            return f"wrapper {first.name!r} cannot come before {_because(second, reason)}"
+    return None
+
+
+def _because(wrapper: type[MetadataWrapper], reason: str) -> str:
+    return repr(wrapper.name) if reason == wrapper.name else f"{wrapper.name!r} ({reason})"

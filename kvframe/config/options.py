@@ -60,12 +60,17 @@ class Use:
     Attributes:
         name: The registered name.
         options: Their values, by name.
-        place: The file and the key that gave it, for errors.
+        origin: The file and the key that it was read from, for errors.
     """
 
     name: str = attrs.field(validator=TEXT)
     options: Mapping[str, Any] = attrs.field(factory=dict, validator=TABLE)
-    place: str = attrs.field(default="the stack", eq=False, repr=False, kw_only=True)
+    origin: str = attrs.field(default="the stack", eq=False, repr=False, kw_only=True)
+
+    @classmethod
+    def of_table(cls, table: Mapping[str, Any]) -> Use:
+        """Return the name and the options of a table that has ``name``."""
+        return cls(table["name"], {key: option for key, option in table.items() if key != "name"})
 
 
 def make_with_options(option_class: type[T], options: Mapping[str, Any]) -> T:
@@ -148,7 +153,7 @@ class CacheOptions:
     @property
     def all_stores(self) -> tuple[Use, ...]:
         """The page stores, in the order in which they are asked."""
-        disk = () if self.disk is None else (Use(DISK, self.disk, place="cache.disk"),)
+        disk = () if self.disk is None else (Use(DISK, self.disk, origin="cache.disk"),)
         return (*disk, *self.stores)
 
 
@@ -246,7 +251,7 @@ class Rule:
     def __attrs_post_init__(self) -> None:
         if self.kind is None and self.layers is None:
             raise StackError('needs kind or layers, to say which layers it is for (layers = "*" is all)')
-        if not isinstance(self.spec.get("kind", ""), str):
+        if not TEXT.accepts(self.spec.get("kind", "its own")):
             raise StackError(f"spec.kind must be the registered name of a type, not {shown(self.spec['kind'])}")
 
     def __str__(self) -> str:

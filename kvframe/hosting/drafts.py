@@ -78,7 +78,7 @@ def find_drafts(description: ModelDescription, stack: Stack, registry: Registry)
             heads (``no_prediction_heads``).
         ModelError: There is no such model, or no adapter describes it.
     """
-    proposer = make_proposer(stack, registry)
+    proposer = make_proposer(stack.model.drafts, registry)
     if proposer is None:
         return Drafts()
     max_tokens = max_drafts_of(proposer, description)
@@ -181,12 +181,13 @@ def load_draft_model(model: LoadedModel, layers: Sequence[LayerSpec], stack: Sta
     Raises:
         StackError: The draft model cannot be loaded, or cannot continue the model's requests.
     """
-    where, proposer = f"{stack.source}: model.drafts", make_proposer(stack, registry)
+    where, proposer = f"{stack.source}: model.drafts", make_proposer(stack.model.drafts, registry)
     path = None if proposer is None else draft_path(proposer, stack)
     assert path is not None
     try:
-        dtype = with_dtype(stack, path, registry).model.dtype
-        draft = find_adapter(path, registry).load(path, device=stack.model.device, dtype=dtype, whole=True)
+        adapter = find_adapter(path, registry)
+        dtype = with_dtype(stack, path, adapter).model.dtype
+        draft = adapter.load(path, device=stack.model.device, dtype=dtype, whole=True)
     except KVFrameError as error:
         raise StackError(f"{where}: the draft model: {error}") from error
     check_draft_model(draft.description, model.description, stack)

@@ -22,7 +22,7 @@ from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.hosting.setup import Setup
 from kvframe.loading.registry import Registry
 from kvframe.planning.answers import Answers
-from kvframe.selection.skipping import find_skippable_layers
+from kvframe.selection.chains import find_skippable_layers
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class HostedModel:
             StackError: A rule matches no layer, or gives a spec an unknown option.
             SpecError: A layer's kind is not registered, or its options do not fit.
         """
-        proposer = make_proposer(stack, registry)
+        proposer = make_proposer(stack.model.drafts, registry)
         if proposer is not None and (proposer.uses_prediction_heads or proposer.draft_model() is not None):
             what = "prediction heads" if proposer.uses_prediction_heads else "draft model"
             raise BackendError(

@@ -14,8 +14,8 @@ from kvframe.contract.model import LoadedModel
 from kvframe.hosting.setup import Setup
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
+from kvframe.planning.layer_specs import EditLayer, edited
 from kvframe.planning.recognise import adopt_model, find_adapter, with_dtype
-from kvframe.planning.retyping import EditLayer, edited
 
 
 def load_model(
@@ -45,8 +45,9 @@ def load_model(
         path, stack = Path(source), stack.with_device()
         registry = _registry_of(stack, plugins)
         stack.check_device()
-        stack = with_dtype(stack, path, registry)
-        model = find_adapter(path, registry).load(path, device=stack.model.device, dtype=stack.model.dtype)
+        adapter = find_adapter(path, registry)
+        stack = with_dtype(stack, path, adapter)
+        model = adapter.load(path, device=stack.model.device, dtype=stack.model.dtype)
     else:
         registry = _registry_of(stack, plugins)
         adopted = adopt_model(source, tokenizer, registry)

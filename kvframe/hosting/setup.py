@@ -15,13 +15,13 @@ from kvframe.config.options import Rule, Use
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.page_store import PageStore
 from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts, load_draft_model
-from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
-from kvframe.planning.layer_file import is_layer_file
+from kvframe.planning.groups import Grouping, group_layers
+from kvframe.planning.layer_file import LayerFiles
+from kvframe.planning.layer_specs import make_layer_specs, retyped_layers
 from kvframe.planning.ranks import plan_ranks
-from kvframe.planning.recognise import describe_model, with_dtype
-from kvframe.planning.retyping import retyped_layers
+from kvframe.planning.recognise import find_reader, with_dtype
 from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
-from kvframe.selection.skipping import DRAFTING, Skipping, find_skipping
+from kvframe.selection.chains import DRAFTING, Skipping, find_skipping
 
 if TYPE_CHECKING:
     from kvframe.attention.layers import Layers
@@ -110,10 +110,11 @@ class Setup:
             ModelError: The path is not a model, or is a model that no adapter can describe.
             KVFrameError: What else ``of`` raises.
         """
-        if runs_here or not is_layer_file(path):
+        reader = find_reader(path, registry)
+        if runs_here or not isinstance(reader, LayerFiles):
             stack = stack.with_device()
-        stack = with_dtype(stack, path, registry, runs_here=runs_here)
-        return cls.of(describe_model(path, registry), stack, registry)
+        stack = with_dtype(stack, path, reader, runs_here=runs_here)
+        return cls.of(reader.describe(path), stack, registry)
 
     @property
     def all_layers(self) -> tuple[LayerSpec, ...]:
@@ -229,7 +230,7 @@ class Setup:
         Raises:
             StackError: The stack's policy is unknown, cannot be imported, or does not take its options.
         """
-        return make_policy(self.stack, self.registry)
+        return make_policy(self.stack.cache.eviction, self.registry)
 
     def make_page_stores(self) -> list[PageStore]:
         """Return the page stores of the stack, in the order in which they are asked.
@@ -245,7 +246,7 @@ class Setup:
         Raises:
             StackError: The proposer is unknown, cannot be imported, or does not take its options.
         """
-        return make_proposer(self.stack, self.registry)
+        return make_proposer(self.stack.model.drafts, self.registry)
 
     def make_mover(self, views: Mapping[str, KVCache]) -> TokenMover | None:
         """Return what moves the tokens that layers keep of a prompt; None if all layers keep whole prompts.

@@ -7,15 +7,16 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
+import types
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 import attrs
 
 from kvframe.contract.errors import PluginError
 from kvframe.contract.foreign import call, in_one_line, safe_repr
-from kvframe.loading.declarations import find_misdeclared, find_undefined
 from kvframe.loading.targets import find_problem
 
 BUILTIN_OWNER = "kvframe"
@@ -257,3 +258,78 @@ class Claim:
     def _error(self, reason: str) -> PluginError:
         hint = f"; try: {self.install}" if self.install else ""
         return PluginError(f"{KINDS[self.kind].label} {self.name!r} of {self.owner} cannot be used: {reason}{hint}")
+
+
+# --- what a class declares --------------------------------------------------------------------------------------------
+
+
+def find_misdeclared(base: type, value: Any) -> str:
+    """Return which attribute of ``value`` does not fit its annotation in the contract's ``base``; empty if all fit.
+
+    Planning and steps read these attributes. If one is missing, has another type or raises, the failure would appear
+    far from its plugin. Of a subclass, the ``ClassVar`` annotations are checked, and of an instance all. Reading them
+    may raise anything.
+    """
+    for name, hint in _annotations_of(base, of_class=issubclass(type(value), type)):
+        try:
+            declared = getattr(value, name)
+        except AttributeError:
+            return f"declares no {name}"
+        if not _fits(declared, hint):
+            return f"declares {name} = {safe_repr(declared)}, which is not {_in_words(hint)}"
+    return ""
+
+
+def find_undefined(backend_class: Any) -> str:
+    """Return what a backend's class declares and lacks, or has in a form that no stack can use; empty if nothing."""
+    from kvframe.contract.backend import AttentionBackend  # imports torch, as the class did
+
+    options_class = backend_class.options_class
+    if options_class is not None and not attrs.has(options_class):
+        return f"declares options_class = {safe_repr(options_class)}, which is not an attrs class"
+    bases = (vars(base) for base in backend_class.__mro__ if base is not AttentionBackend)
+    arguments = {name for base in bases if "attend" in base for name in inspect.signature(base["attend"]).parameters}
+    capabilities = backend_class.capabilities
+    for capability, value, argument in (
+        ("sinks", capabilities.sinks, "sinks"),
+        ("returns_lse", capabilities.returns_lse, "lse"),
+        ("choices or kinds", capabilities.choices or capabilities.kinds, "more"),
+    ):
+        if value and argument not in arguments:
+            return f"declares {capability}, and its attend() does not take {argument!r}"
+    return ""
+
+
+@cache
+def _annotations_of(base: type, *, of_class: bool) -> tuple[tuple[str, Any], ...]:
+    """Return the annotated attributes of a base class, with types: those of the class, or those of instances too."""
+    return tuple(
+        (name, get_args(hint)[0] if get_origin(hint) is ClassVar else hint)
+        for name, hint in get_type_hints(base).items()
+        if get_origin(hint) is ClassVar or not of_class
+    )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, option) for option in inner)
+    if origin is type:
+        return issubclass(type(value), type)
+    if origin is tuple:
+        return issubclass(type(value), tuple) and all(_fits(item, inner[0]) for item in value)
+    if origin is frozenset:
+        return issubclass(type(value), frozenset) and all(_fits(item, inner[0]) for item in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(
+            _fits(key, inner[0]) and _fits(item, inner[1]) for key, item in value.items()
+        )
+    if hint is float:
+        return type(value) in (int, float)
+    return issubclass(type(value), hint)
+
+
+def _in_words(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")

@@ -1,34 +1,16 @@
-"""Grouping: sorts a model's layers into groups that share one block table each."""
+"""Sorts a model's layers into groups that share one block table each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import attrs
 
-from kvframe.config.format_choice import default_format, follow_owners, make_format, store_in
-from kvframe.contract.errors import (
-    ContestedNameError,
-    KVFrameError,
-    PluginError,
-    SpecError,
-    StackError,
-    UnknownNameError,
-)
-from kvframe.contract.foreign import call
-from kvframe.contract.formats import KVFormat
-from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.contract.errors import SpecError, UnknownNameError
+from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec
 from kvframe.planning.answers import ask, ask_count, ask_live_ranges, lacks
-from kvframe.planning.prompt_budget import check_prompt_budget
-from kvframe.planning.retyping import retyped
 from kvframe.planning.rollback import RollbackSpec
-
-if TYPE_CHECKING:
-    from kvframe.config.stack import Stack
-    from kvframe.contract.description import LayerDescription, ModelDescription
-    from kvframe.loading.registry import Registry
 
 _MOST_ROLLBACK_STATES = 1 << 16
 
@@ -103,141 +85,6 @@ class Grouping:
         return tuple(group for group in self.groups if target in group.layers)
 
 
-def make_layer_specs(
-    description: ModelDescription, registry: Registry, stack: Stack, dtype: str, num_drafts: int = 0
-) -> tuple[LayerSpec, ...]:
-    """Return the layer specs of a model's described layers, made by the registered spec types and the stack's rules.
-
-    Args:
-        description: The model.
-        registry: Where kinds are looked up.
-        stack: Its block size, KV dtype and format, and the spec options of its rules.
-        dtype: The model's dtype, and the cache's unless the stack says otherwise. A spec's field ``dtype`` is set to
-            the cache's, its field ``model_dtype`` to the model's. A field ``format`` may be given by name; a layer
-            that shares a cache has the format of the cache's owner.
-        num_drafts: The most draft tokens of a request in a step.
-
-    Raises:
-        StackError: The stack's format cannot be used, a rule matches no layer or gives a spec an unknown option, or a
-            layer cannot go back by ``num_drafts`` tokens.
-        SpecError: No plugin provides a layer's kind, or the options do not fit it.
-    """
-    stack.check_layers(description.name, {layer.name: layer.kind for layer in description.layers})
-    description = retyped(description, registry, stack)
-    cache_dtype = dtype if stack.cache.dtype == "auto" else stack.cache.dtype
-    dtypes = {"dtype": cache_dtype, "model_dtype": dtype}
-    kv_format = default_format(stack, registry)
-    chosen = {
-        layer.name
-        for layer in description.layers
-        if "format" in {**layer.options, **stack.rule_for(layer.name, layer.kind).spec}
-    }
-    layers = [
-        spec
-        for layer in description.layers
-        for spec in with_entries(_layer_spec(layer, registry, stack, dtypes, kv_format), layer.inputs)
-    ]
-    return follow_owners([_with_drafts(layer, num_drafts, stack) if num_drafts else layer for layer in layers], chosen)
-
-
-def with_entries(layer: LayerSpec, given_inputs: frozenset[str]) -> Iterator[LayerSpec]:
-    """Yield a layer, and the entries that its type declares, if the model gives the inputs that the type needs."""
-    yield layer
-    spec = layer.spec
-    if spec is None:
-        return
-    if spec.prompt_budget is not None:
-        check_prompt_budget(layer)
-    elif not spec.defines_attention:
-        if spec.entries or (layer.query is not None and spec.inputs(layer.query)):
-            raise SpecError(
-                f"layer {layer.name!r}: its type {spec.kind!r} has entries or inputs, and no dense_attention that says "
-                "what it does with them"
-            )
-        return
-    if layer.query is not None and spec.defines_attention:
-        query = layer.query
-        missing = sorted(ask(spec, "inputs(query)", lambda: set(spec.inputs(query))) - given_inputs)
-        if missing:
-            raise SpecError(
-                f"layer {layer.name!r}: its type {spec.kind!r} needs the input {missing[0]!r} with each call, and the "
-                f"model gives {', '.join(sorted(given_inputs)) or 'none'}; only a model adapter that gives it "
-                "can serve the type"
-            )
-    entries = ask(
-        spec, "entries", lambda: {name: (each, each.sequence, {**each.entries}) for name, each in spec.entries.items()}
-    )
-    for name, (entry, sequence, more) in entries.items():
-        if layer.shares_with is not None:
-            raise SpecError(f"layer {layer.name!r} shares a cache, and its type {spec.kind!r} keeps entries of its own")
-        if sequence != spec.sequence or more:
-            raise SpecError(
-                f"layer {layer.name!r}: the entry {name!r} of its type {spec.kind!r} must have no entries itself, and "
-                f"be of the sequence {spec.sequence!r}, not {sequence!r}"
-            )
-        yield LayerSpec(name=f"{layer.name}/{name}", spec=entry, entry_of=layer.name)
-
-
-def _with_drafts(layer: LayerSpec, num_drafts: int, stack: Stack) -> LayerSpec:
-    """Return a layer whose requests may have so many draft tokens in a step."""
-    if layer.spec is None:
-        return layer
-    spec = ask(layer.spec, "with_drafts", partial(layer.spec.with_drafts, num_drafts))
-    num_kept = max(_num_rollback_states(spec), spec.states_per_block - 1)
-    if layer.query is None and layer.entry_of is None and num_kept < num_drafts:
-        raise StackError(
-            f"{stack.source}: model.drafts computes up to {num_drafts} draft tokens of a request, but the layer "
-            f"{layer.name!r} of the kind {spec.kind!r} keeps {num_kept} states to go back to; leave the key out, or "
-            "use a type whose with_drafts() keeps them"
-        )
-    return attrs.evolve(layer, spec=spec)
-
-
-def _layer_spec(
-    layer: LayerDescription, registry: Registry, stack: Stack, dtypes: Mapping[str, str], kv_format: KVFormat
-) -> LayerSpec:
-    try:
-        spec_class = registry.specs.load(layer.kind)
-    except UnknownNameError as error:
-        raise SpecError(
-            f"layer {layer.name!r} needs the cache spec {layer.kind!r}, which no plugin provides "
-            f"(known: {', '.join(registry.specs.names())}); install a plugin that registers it: "
-            "docs/plugins.md lists those of kvframe" + (f"; {error.hint}" if error.hint else "")
-        ) from error
-    fields = {field.name for field in attrs.fields(spec_class)}
-    options = {
-        "block_size": stack.cache.block_size,
-        **dtypes,
-        **layer.options,
-        **stack.rule_for(layer.name, layer.kind).spec,
-    }
-    for name in set(dtypes) - fields:
-        options.pop(name)
-    unknown = sorted(set(options) - fields)
-    if unknown:
-        wrong = UnknownNameError("option", unknown[0], fields)
-        place = stack.place_of_option(unknown[0], layer.name, layer.kind)
-        if place is not None:
-            raise StackError(f"{place}: the cache spec {layer.kind!r} of layer {layer.name!r}: {wrong}")
-        raise SpecError(f"layer {layer.name!r}: the cache spec {layer.kind!r}: {wrong}")
-    required = {field.name for field in attrs.fields(spec_class) if field.init and field.default is attrs.NOTHING}
-    if missing := sorted(required - set(options)):
-        raise SpecError(f"layer {layer.name!r}: the cache spec {layer.kind!r} needs {', '.join(missing)}")
-    # A type that stores other state than keys and values may use the field name ``format`` for something else.
-    field = attrs.fields_dict(spec_class).get("format")
-    takes_format = field is not None and isinstance(field.default, KVFormat)
-    given = options.pop("format", None) if takes_format else None
-    try:
-        query = QuerySpec(**layer.query) if layer.query else None
-        made = call("making its cache spec", partial(spec_class, **options), passes=(KVFrameError,))
-        spec = store_in(made, None if given is None else make_format(given, registry), default=kv_format)
-        return LayerSpec(
-            name=layer.name, spec=spec, query=query, shares_with=layer.shares_with, entry_of=layer.entry_of
-        )
-    except (SpecError, UnknownNameError, ContestedNameError, PluginError, TypeError, ValueError) as error:
-        raise SpecError(f"layer {layer.name!r} ({layer.kind}): {error}") from error
-
-
 def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Grouping:
     """Put layers into one group if their specs differ at most in their layout.
 
@@ -251,21 +98,21 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
     follows = _find_owners(layers)
     members: dict[tuple[object, int], list[tuple[str, KVCacheSpec]]] = {}
     for layer in layers:
-        stored = stored_state(layer, hybrid=hybrid)
-        if stored is not None:
-            members.setdefault(placement_of(stored), []).append((layer.name, stored))
+        state = stored_state(layer, hybrid=hybrid)
+        if state is not None:
+            members.setdefault(placement_of(state), []).append((layer.name, state))
     groups: list[KVCacheGroup] = []
-    for (_, num_rollback_states), alike in members.items():
+    for (_, num_states), members_of_group in members.items():
         group = KVCacheGroup(
             index=len(groups),
-            spec=alike[0][1],
-            layers=tuple(name for name, _ in alike),
-            stored=tuple(stored for _, stored in alike),
+            spec=members_of_group[0][1],
+            layers=tuple(name for name, _ in members_of_group),
+            stored=tuple(spec for _, spec in members_of_group),
         )
         groups.append(group)
-        if num_rollback_states:
-            spec = RollbackSpec(block_size=group.spec.block_size, num_states=num_rollback_states)
-            groups.append(attrs.evolve(group, index=len(groups), spec=spec, num_parts=num_rollback_states))
+        if num_states:
+            spec = RollbackSpec(block_size=group.spec.block_size, num_states=num_states)
+            groups.append(attrs.evolve(group, index=len(groups), spec=spec, num_parts=num_states))
     return Grouping(
         groups=tuple(groups),
         follows=follows,
@@ -280,9 +127,9 @@ def stored_state(layer: LayerSpec, *, hybrid: bool = True) -> KVCacheSpec | None
     return layer.spec if hybrid else ask(layer.spec, "retain_all()", partial(_retained, layer.spec))
 
 
-def placement_of(stored: KVCacheSpec) -> tuple[object, int]:
+def placement_of(state: KVCacheSpec) -> tuple[object, int]:
     """Return what decides the group of a layer's ``stored_state``: layers with equal values share a group."""
-    return ask(stored, "group_key", partial(_hashable_key, stored)), _num_rollback_states(stored)
+    return ask(state, "group_key", partial(_hashable_key, state)), num_rollback_states(state)
 
 
 def _retained(spec: KVCacheSpec) -> KVCacheSpec:
@@ -290,7 +137,8 @@ def _retained(spec: KVCacheSpec) -> KVCacheSpec:
     return spec.retain_all().in_format(spec.kv_format)
 
 
-def _num_rollback_states(spec: KVCacheSpec) -> int:
+def num_rollback_states(spec: KVCacheSpec) -> int:
+    """Return ``KVCacheSpec.num_rollback_states``; raise ``SpecError`` if the answer is not a possible number."""
     num = ask_count(spec, "num_rollback_states", lambda: spec.num_rollback_states, least=0, most=_MOST_ROLLBACK_STATES)
     if num:  # states before the last one are in a separate group
         ask_count(spec, "states_per_block", lambda: spec.states_per_block, least=1, most=1)
@@ -319,13 +167,13 @@ def _find_owners(layers: Sequence[LayerSpec]) -> dict[str, str]:
     if len(by_name) != len(layers):
         names = [layer.name for layer in layers]
         raise SpecError(f"two layers are named {next(name for name in names if names.count(name) > 1)!r}")
-    places = {layer.name: index for index, layer in enumerate(layers)}
+    indices = {layer.name: index for index, layer in enumerate(layers)}
     owners: dict[str, str] = {}
     for layer in layers:
         if layer.shares_with is None:
             continue
         owner = _cache_owner(layer, by_name)
-        if places[owner.name] > places[layer.name]:
+        if indices[owner.name] > indices[layer.name]:
             raise SpecError(f"layer {layer.name!r} shares the cache of {owner.name!r}, which runs after it")
         _check_readable(layer, owner)
         owners[layer.name] = owner.name
@@ -334,17 +182,17 @@ def _find_owners(layers: Sequence[LayerSpec]) -> dict[str, str]:
 
 def _cache_owner(layer: LayerSpec, by_name: Mapping[str, LayerSpec]) -> LayerSpec:
     """Return the layer that keeps the cache, at the end of a chain of sharing layers."""
-    seen = [layer.name]
+    chain = [layer.name]
     while layer.shares_with is not None:
         target = by_name.get(layer.shares_with)
         if target is None:
             raise UnknownNameError("layer", layer.shares_with, by_name, f"{layer.name!r} shares its cache")
-        if target.name in seen:
-            raise SpecError(f"layers share each other's caches in a circle: {' → '.join([*seen, target.name])}")
-        seen.append(target.name)
+        if target.name in chain:
+            raise SpecError(f"layers share each other's caches in a circle: {' → '.join([*chain, target.name])}")
+        chain.append(target.name)
         layer = target
     if layer.spec is None or not layer.spec.keeps_past:
-        raise SpecError(f"layer {seen[0]!r} shares the cache of {layer.name!r}, which keeps none")
+        raise SpecError(f"layer {chain[0]!r} shares the cache of {layer.name!r}, which keeps none")
     return layer
 
 
@@ -368,11 +216,11 @@ def _check_readable(layer: LayerSpec, owner: LayerSpec) -> None:
         )
     for n in _probed_positions(layer.spec, owner.spec):
         specs = (layer.spec, owner.spec)
-        lost = lacks(*(ask_live_ranges(spec, n) for spec in specs))
-        if lost is not None:
+        lost_tokens = lacks(*(ask_live_ranges(spec, n) for spec in specs))
+        if lost_tokens is not None:
             raise SpecError(
                 f"layer {layer.name!r} shares the cache of {owner.name!r}, which no longer keeps all of the tokens "
-                f"{lost[0]} to {lost[1] - 1} that {layer.name!r} needs at position {n}"
+                f"{lost_tokens[0]} to {lost_tokens[1] - 1} that {layer.name!r} needs at position {n}"
             )
 
 

@@ -56,13 +56,20 @@ def read_layer_file(path: Path) -> ModelDescription:
     )
 
 
-def layer_file_dtype(path: Path) -> str | None:
-    """Return the dtype that a layer file names; None if it names none."""
-    data = parse_file(path)
-    dtype = data.get("dtype") if isinstance(data, dict) else None
-    if dtype is None or dtype in MODEL_DTYPES:
-        return dtype
-    raise ModelError(f"{path}: dtype must be one of {', '.join(MODEL_DTYPES)}, not {shown(dtype)}")
+class LayerFiles:
+    """Reads layer files, as a model adapter reads models."""
+
+    def describe(self, path: Path) -> ModelDescription:
+        """Return the layers that the file lists; raises as ``read_layer_file`` does."""
+        return read_layer_file(path)
+
+    def dtype_of(self, path: Path) -> str | None:
+        """Return the dtype that a layer file names, or None; raise ``ModelError`` if it is no dtype of a model."""
+        data = parse_file(path)
+        dtype = data.get("dtype") if isinstance(data, dict) else None
+        if dtype is None or dtype in MODEL_DTYPES:
+            return dtype
+        raise ModelError(f"{path}: dtype must be one of {', '.join(MODEL_DTYPES)}, not {shown(dtype)}")
 
 
 def parse_file(path: Path) -> Any:
@@ -137,10 +144,12 @@ def _shares_with(path: Path, where: str, target: Any, layers: list[LayerDescript
 
 def _count(path: Path, key: str, data: Mapping[str, Any], *, where: str = "", default: int | None = None) -> int:
     value = data.get(key, default)
-    most = _MAX_LAYERS if key in ("repeat", "count") else MAX_WHOLE
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        place = f"{where}.{key}" if where else key
-        raise ModelError(f"{path}: {place} must be a whole number of at least 1 and at most {most}, not {shown(value)}")
+    limit = _MAX_LAYERS if key in ("repeat", "count") else MAX_WHOLE
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+        path_in_file = f"{where}.{key}" if where else key
+        raise ModelError(
+            f"{path}: {path_in_file} must be a whole number of at least 1 and at most {limit}, not {shown(value)}"
+        )
     return value
 
 

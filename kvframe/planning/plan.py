@@ -19,8 +19,7 @@ from kvframe.contract.sizes import parse_bytes
 from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, align_up, num_covered
 from kvframe.planning.answers import Answers
 from kvframe.planning.groups import Grouping, KVCacheGroup
-from kvframe.planning.prompt_budget import num_moved_blocks
-from kvframe.planning.spec_check import check_spec_at_set_up, peak_of
+from kvframe.planning.spec_check import check_spec_at_set_up, num_moved_blocks, peak_of
 
 _MAX_PAGES_PER_SLAB = 64
 _MAX_BLOCK_ID = 2**31 - 1

@@ -17,7 +17,7 @@ from kvframe.contract.files import exists
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.loading.packages import to_install
 from kvframe.loading.plugins import load_plugins
-from kvframe.planning.layer_file import is_layer_file, layer_file_dtype, parse_file, read_layer_file
+from kvframe.planning.layer_file import LayerFiles, is_layer_file, parse_file
 
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack
@@ -86,21 +86,21 @@ class FoundAdapter:
         name = "load_whole" if whole else "load"
         what, load = f"{self.whose}: {name}()", getattr(self.adapter, name)
         model: LoadedModel = call(what, load, path, device=device, dtype=dtype, passes=(KVFrameError,))
-        found = call(what, getattr, model, "description", None)
-        self._checked(found, f"{name}() must return a model with a description")
+        description = call(what, getattr, model, "description", None)
+        self._checked(description, f"{name}() must return a model with a description")
         return model
 
     def adopt(self, model: Any, tokenizer: Any) -> ModelInMemory | None:
         """Return a model in memory that the adapter knows, or None; raise ``KVFrameError`` if it refuses or fails."""
         what = f"{self.whose}: adopt()"
-        found: Any = call(what, self.adapter.adopt, model, tokenizer, passes=(KVFrameError,))
-        if found is None:
+        adopted: Any = call(what, self.adapter.adopt, model, tokenizer, passes=(KVFrameError,))
+        if adopted is None:
             return None
         self._checked(
-            call(what, lambda: found.model.description),
+            call(what, lambda: adopted.model.description),
             "adopt() must return None or a ModelInMemory with a description",
         )
-        return found  # type: ignore[no-any-return]
+        return adopted  # type: ignore[no-any-return]
 
     def _checked(self, description: Any, otherwise: str) -> ModelDescription:
         if not isinstance(description, ModelDescription):
@@ -120,21 +120,21 @@ def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
         raise ModelError(f"the model {shown(str(path))} {error}") from error
     if not is_there:
         raise ModelError(f"there is no file or folder {path}")
-    found: dict[str, FoundAdapter] = {}
-    unusable: list[str] = []
+    adapters: dict[str, FoundAdapter] = {}
+    problems: list[str] = []
     names = registry.model_adapters.names()
     for name in names:
         try:
             adapter = FoundAdapter.make(registry.model_adapters.get(name))
             if adapter.recognises(path):
-                found[name] = adapter
+                adapters[name] = adapter
         except PluginError as error:
-            unusable.append(str(error))
-    if len(found) == 1:
-        return found.popitem()[1]
-    if found:
+            problems.append(str(error))
+    if len(adapters) == 1:
+        return adapters.popitem()[1]
+    if adapters:
         raise ModelError(
-            f"{path} is recognised by more than one model adapter ({', '.join(found)}); "
+            f"{path} is recognised by more than one model adapter ({', '.join(adapters)}); "
             "disable the plugin that is not meant, in the stack's [plugins] disabled"
         )
     if not names:
@@ -146,7 +146,7 @@ def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
     if config.is_file():
         parse_file(config)  # raises for invalid JSON, which is why no adapter recognised the folder
     sentence = f"{path} is no model that a plugin recognises (asked: {', '.join(names)})"
-    raise ModelError("; ".join([sentence, *unusable, "a Hugging Face model is a folder with a config.json"]))
+    raise ModelError("; ".join([sentence, *problems, "a Hugging Face model is a folder with a config.json"]))
 
 
 def adopt_model(model: Any, tokenizer: Any, registry: Registry) -> ModelInMemory:
@@ -155,13 +155,13 @@ def adopt_model(model: Any, tokenizer: Any, registry: Registry) -> ModelInMemory
     Raises ``ModelError`` if no adapter or more than one knows it, or the one that knows it cannot serve it.
     """
     names = registry.model_adapters.names()
-    adopted = {name: FoundAdapter.make(registry.model_adapters.get(name)).adopt(model, tokenizer) for name in names}
-    models = [model_found for model_found in adopted.values() if model_found is not None]
+    answers = {name: FoundAdapter.make(registry.model_adapters.get(name)).adopt(model, tokenizer) for name in names}
+    models = [adopted for adopted in answers.values() if adopted is not None]
     if len(models) == 1:
         return models[0]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     if models:
-        adapter_names = ", ".join(name for name, model_found in adopted.items() if model_found is not None)
+        adapter_names = ", ".join(name for name, adopted in answers.items() if adopted is not None)
         raise ModelError(
             f"a {kind} is known to more than one model adapter ({adapter_names}); "
             "disable the plugin that is not meant, in the stack's [plugins] disabled"
@@ -188,12 +188,15 @@ def describe(path: str | Path, *, plugins: Sequence[ModuleType] = ()) -> ModelDe
 
 def describe_model(path: Path, registry: Registry) -> ModelDescription:
     """Read a model's layers without its weights, from a layer file or by the adapter that recognises ``path``."""
-    if is_layer_file(path):
-        return read_layer_file(path)
-    return find_adapter(path, registry).describe(path)
+    return find_reader(path, registry).describe(path)
 
 
-def with_dtype(stack: Stack, path: Path, registry: Registry, *, runs_here: bool = True) -> Stack:
+def find_reader(path: Path, registry: Registry) -> FoundAdapter | LayerFiles:
+    """Return what reads ``path``: the reader of layer files, or the adapter that ``find_adapter`` returns."""
+    return LayerFiles() if is_layer_file(path) else find_adapter(path, registry)
+
+
+def with_dtype(stack: Stack, path: Path, reader: FoundAdapter | LayerFiles, *, runs_here: bool = True) -> Stack:
     """Return a stack that names a dtype: its own, otherwise that of the checkpoint or layer file.
 
     A CPU that cannot multiply a dtype of 16 bits computes it more slowly than float32, so that float32 is chosen there,
@@ -201,8 +204,7 @@ def with_dtype(stack: Stack, path: Path, registry: Registry, *, runs_here: bool 
     """
     if stack.model.dtype != AUTO:
         return stack
-    named = layer_file_dtype(path) if is_layer_file(path) else find_adapter(path, registry).dtype_of(path)
-    dtype = DEFAULT_DTYPE if named is None else named
+    dtype = reader.dtype_of(path) or DEFAULT_DTYPE
     if runs_here and stack.model.device.partition(":")[0] == "cpu" and not cpu_multiplies(dtype):
         _log.info(
             '%s is in %s, which this CPU computes more slowly than float32: it runs in float32; dtype = "%s" in the '

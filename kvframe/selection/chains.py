@@ -1,8 +1,10 @@
-"""Wrapper chains: the wrappers that a stack lists, made for one layer."""
+"""Wrapper chains: the wrappers that a stack lists, made for one layer; and which layers prefill skipping is for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+
+import attrs
 
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import PluginError, WrapperError
@@ -25,40 +27,40 @@ def bind_chain(wrappers: Sequence[MetadataWrapper], layer: LayerSpec) -> tuple[W
         WrapperError: A wrapper cannot serve the layer.
         PluginError: A wrapper raises something else, or returns what the contract does not allow.
     """
-    bound = []
-    required: set[str] = set()
+    chain = []
+    extensions: set[str] = set()
     for wrapper in wrappers:
-        made, added, layer = _bind(wrapper, layer)
-        required |= added
-        bound.append(made)
-    return tuple(bound), layer, frozenset(required)
+        bound_wrapper, wrapper_extensions, layer = _bind(wrapper, layer)
+        extensions |= wrapper_extensions
+        chain.append(bound_wrapper)
+    return tuple(chain), layer, frozenset(extensions)
 
 
 def _bind(wrapper: MetadataWrapper, layer: LayerSpec) -> tuple[MetadataWrapper, frozenset[str], LayerSpec]:
     """Make a wrapper for a layer; return it, the extensions that it may add, and the layer that it leaves."""
     whose = f"wrapper {wrapper.name!r} ({type(wrapper).__module__}.{type(wrapper).__qualname__})"
-    made = call(f"{whose}: for_layer()", wrapper.for_layer, layer, passes=(WrapperError,))
-    if type(made) is not type(wrapper):
-        raise PluginError(f"{whose}: for_layer() must return a {type(wrapper).__name__}, not {safe_repr(made)}")
-    if why := _chooses_or_keeps_more(layer):
-        raise WrapperError(f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: it {why}", code="more")
-    for extension, why in _needed_extensions(layer):
-        use = made.extensions.get(extension)
+    bound = call(f"{whose}: for_layer()", wrapper.for_layer, layer, passes=(WrapperError,))
+    if type(bound) is not type(wrapper):
+        raise PluginError(f"{whose}: for_layer() must return a {type(wrapper).__name__}, not {safe_repr(bound)}")
+    if reason := _chooses_or_keeps_more(layer):
+        raise WrapperError(f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: it {reason}", code="more")
+    for extension, reason in _needed_extensions(layer):
+        use = bound.extensions.get(extension)
         if use is None or use is FieldUse.REJECT:
             raise WrapperError(
-                f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: {why}, and the wrapper does not take the "
-                f"extension {extension!r}",
+                f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: {reason}, and the wrapper does not take "
+                f"the extension {extension!r}",
                 code="unknown_extension" if use is None else "rejected_extension",
             )
-    added = call(f"{whose}: added_extensions()", made.added_extensions, layer, passes=(WrapperError,))
-    if not isinstance(added, frozenset | set) or not all(type(each) is str for each in added):
-        raise PluginError(f"{whose}: added_extensions() must return a frozenset of names, not {safe_repr(added)}")
-    wrapped = call(f"{whose}: wrapped_layer()", made.wrapped_layer, layer, passes=(WrapperError,))
+    extensions = call(f"{whose}: added_extensions()", bound.added_extensions, layer, passes=(WrapperError,))
+    if not isinstance(extensions, frozenset | set) or not all(type(name) is str for name in extensions):
+        raise PluginError(f"{whose}: added_extensions() must return a frozenset of names, not {safe_repr(extensions)}")
+    wrapped = call(f"{whose}: wrapped_layer()", bound.wrapped_layer, layer, passes=(WrapperError,))
     if type(wrapped) is not LayerSpec or wrapped.spec is None or wrapped.query is None:
         raise PluginError(
             f"{whose}: wrapped_layer() must return a LayerSpec with a spec and a query side, not {safe_repr(wrapped)}"
         )
-    return made, frozenset(added), wrapped
+    return bound, frozenset(extensions), wrapped
 
 
 def _chooses_or_keeps_more(layer: LayerSpec) -> str | None:
@@ -84,3 +86,90 @@ def _needed_extensions(layer: LayerSpec) -> Iterator[tuple[str, str]]:
 def chain_capture(chain: Sequence[MetadataWrapper]) -> GraphCapture:
     """Return the batches for which a whole chain can be captured: the least of its wrappers; always, if it is empty."""
     return min((wrapper.capture for wrapper in chain), default=GraphCapture.ALWAYS)
+
+
+# --- prefill skipping -------------------------------------------------------------------------------------------------
+#
+# A layer that reads another layer's cache produces no state. If no layer after it produces any either, its output for a
+# token is used only for that token's own output, and the outputs of a prompt's inner tokens are never used
+# (YOCO, arXiv 2405.05254; SwiftKV, arXiv 2410.03960).
+
+
+@attrs.frozen
+class Skipping:
+    """What prefill skipping does with a model.
+
+    Attributes:
+        layers: The layers that compute only the tokens that generate, in the order they run.
+        note: One sentence that says why no layer does although the stack asks for it and the model alone has some;
+            None if there is nothing to say.
+        heads: The layers of the prediction heads that draft for the model; none if something else drafts.
+        are_drafting: Whether the layers that are asked about draft for another model; these are never skipped.
+    """
+
+    layers: tuple[str, ...] = ()
+    note: str | None = None
+    heads: tuple[LayerSpec, ...] = ()
+    are_drafting: bool = False
+
+    def why_not(self, layers: Sequence[LayerSpec], name: str) -> str:
+        """Return in one sentence why a layer computes every token of a prompt."""
+        if self.are_drafting:
+            return f"{name!r} drafts tokens, and prefill skipping is for the layers of the served model only"
+        index = next(index for index, layer in enumerate(layers) if layer.name == name)
+        if _reads_choices(layers[index]):
+            return f"{name!r} reads tokens that are chosen by content, and the choices are made for every token"
+        if _needs_every_token(layers[index]):
+            return f"{name!r} keeps a cache of its own, which must hold every token"
+        later_names = [layer.name for layer in (*layers[index:], *self.heads) if _needs_every_token(layer)]
+        if later_names:
+            return (
+                f"{later_names[0]!r} runs after {name!r} and keeps a cache of its own, for which it needs every token"
+            )
+        return f"prefill skipping is off; {name!r} could be skipped: name the wrapper in prefill_skipping of [model]"
+
+
+NO_SKIPPING = Skipping()
+"""Every layer computes every token."""
+
+DRAFTING = Skipping(are_drafting=True)
+"""What prefill skipping does with layers that draft: nothing."""
+
+
+def find_skipping(layers: Sequence[LayerSpec], heads: Sequence[LayerSpec] = (), *, is_on: bool) -> Skipping:
+    """Return what prefill skipping does with a model, whose layers are in the order they run.
+
+    Prediction heads continue the output of the model's last layer, and keep a cache of their own. So they are layers
+    that run after it: the model then computes every token to its end.
+    """
+    if not is_on:
+        return Skipping(heads=tuple(heads))
+    without_heads, with_heads = find_skippable_layers(layers), find_skippable_layers([*layers, *heads])
+    note = None
+    if with_heads != without_heads:
+        note = (
+            "prefill skipping leaves nothing out: the prediction heads keep a cache of their own, for which "
+            f"{without_heads[0]!r} and later layers compute every token of a prompt"
+        )
+    return Skipping(with_heads, note, tuple(heads))
+
+
+def find_skippable_layers(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
+    """Return the last layers that keep no state of their own, in the order they run."""
+    names: list[str] = []
+    for layer in reversed(layers):
+        if _needs_every_token(layer):
+            break
+        if layer.shares_with is not None:
+            names.append(layer.name)
+    return tuple(reversed(names))
+
+
+def _needs_every_token(layer: LayerSpec) -> bool:
+    """Return whether a layer keeps state of its own, attends to tokens of the step itself, or reads choices."""
+    keeps = layer.shares_with is None and (layer.spec is not None or layer.query is not None)
+    return keeps or _reads_choices(layer)
+
+
+def _reads_choices(layer: LayerSpec) -> bool:
+    return layer.query is not None and layer.query.choice is not None

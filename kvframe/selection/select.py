@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvframe.config.options import AUTO, Use, make_with_options
-from kvframe.config.wrapper_order import check_order
+from kvframe.config.choices import check_order, make_backend_options, make_with_use
+from kvframe.config.options import AUTO, Use
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.capabilities import Refusal
 from kvframe.contract.capture import GraphCapture
-from kvframe.contract.errors import BackendError, KVFrameError, PluginError, StackError, WrapperError, listed
-from kvframe.contract.foreign import call, safe_repr
+from kvframe.contract.errors import BackendError, KVFrameError, PluginError, StackError, WrapperError
+from kvframe.contract.foreign import call
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS, MetadataWrapper
 from kvframe.loading.claims import BUILTIN_OWNER
 from kvframe.loading.packages import to_install
 from kvframe.planning.answers import ask_mask
-from kvframe.selection.chains import bind_chain, chain_capture
+from kvframe.selection.chains import NO_SKIPPING, Skipping, bind_chain, chain_capture
 from kvframe.selection.choice import Candidate, Choice, Identity
-from kvframe.selection.skipping import NO_SKIPPING, Skipping
 
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack
@@ -85,24 +84,24 @@ def _may_choose(stack: Stack, layer: LayerSpec) -> bool:
 
 def _what_keeps_others(choice: Choice) -> str:
     """Return what other backends lack on this machine, or what to install if they lack nothing."""
-    lacking = [
+    sentences = [
         f"{candidate.name}: {choice.why_not(candidate)}"
         for candidate in choice.candidates
         if any(refusal.code in ("environment", "import") for refusal in candidate.refusals)
     ]
-    return "; ".join(lacking) or f"`{to_install('kvframe-torch')}` adds one for serving models"
+    return "; ".join(sentences) or f"`{to_install('kvframe-torch')}` adds one for serving models"
 
 
 def _check_not_chosen(layer: LayerSpec, kind: str, stack: Stack) -> None:
     """Raise for a rule that gives a backend or wrappers to a layer without attention."""
     rule = stack.rule_for(layer.name, kind)
-    for what, named in (
+    for what, names in (
         ("backend", [] if rule.backend == AUTO else [rule.backend.name]),
         ("wrapper", [use.name for use in rule.wrappers or ()]),
     ):
-        if named:
+        if names:
             raise BackendError(
-                f"{stack.source}: a rule gives layer {layer.name!r} the {what} {named[0]!r}, but a {kind!r} layer does "
+                f"{stack.source}: a rule gives layer {layer.name!r} the {what} {names[0]!r}, but a {kind!r} layer does "
                 "not attend: the model computes it; let the rule name the kind of the layers that it is for, such as "
                 'kind = "full_attention"'
             )
@@ -130,11 +129,11 @@ def _choose(
     ask_mask(layer.spec)  # a wrong one would look like a fault of every backend
     rule = stack.rule_for(layer.name, layer.spec.kind)
     uses = tuple(map(Use, layer.spec.default_wrappers)) if rule.wrappers is None else rule.wrappers
-    made = [_make_wrapper(use, registry) for use in uses]
-    drops_tokens = any(DROPS_TOKENS in wrapper.effects for wrapper, _ in made)
+    owned_wrappers = [_make_wrapper(use, registry) for use in uses]
+    drops_tokens = any(DROPS_TOKENS in wrapper.effects for wrapper, _ in owned_wrappers)
     if layer.name in skipping.layers and not drops_tokens:
         assert stack.model.prefill_skipping is not None
-        made.insert(0, _make_wrapper(stack.model.prefill_skipping, registry))
+        owned_wrappers.insert(0, _make_wrapper(stack.model.prefill_skipping, registry))
     try:
         if drops_tokens and layer.name not in skipping.layers:
             raise WrapperError(
@@ -142,36 +141,36 @@ def _choose(
                 f"{skipping.why_not(layers, layer.name)}",
                 code="not_skipped",
             )
-        check_order([type(wrapper) for wrapper, _ in made])
-        wrappers, wrapped, extensions = bind_chain([wrapper for wrapper, _ in made], layer)
+        check_order([type(wrapper) for wrapper, _ in owned_wrappers])
+        wrappers, wrapped, extensions = bind_chain([wrapper for wrapper, _ in owned_wrappers], layer)
     except WrapperError as error:
         raise WrapperError(f"layer {layer.name!r}: {error}", code=error.code) from error
     except PluginError as error:
         raise PluginError(f"layer {layer.name!r}: {error}") from error
     asks_graphs = not isinstance(stack.model.graphs, str) and chain_capture(wrappers) is not GraphCapture.NEVER
     names = registry.backends.names() if rule.backend == AUTO else (rule.backend.name,)
-    made_of: dict[str, _Usable] = {}
+    usable_backends: dict[str, _Usable] = {}
     candidates = []
     for name in names:
         candidate, usable = _consider(name, rule.backend, wrapped, extensions, registry, device)
         if usable is not None:
-            made_of[candidate.name] = usable
+            usable_backends[candidate.name] = usable
             if asks_graphs:
-                can = usable.backend_class.capabilities.capture is not GraphCapture.NEVER
-                candidate = attrs.evolve(candidate, in_graphs=can)
+                is_capturable = usable.backend_class.capabilities.capture is not GraphCapture.NEVER
+                candidate = attrs.evolve(candidate, in_graphs=is_capturable)
         candidates.append(candidate)
-    able = [candidate for candidate in candidates if not candidate.refusals]
-    if not able:
+    able_candidates = [candidate for candidate in candidates if not candidate.refusals]
+    if not able_candidates:
         raise BackendError(_none_serves(layer, rule.backend, candidates))
-    best = _best(able)
+    best = _best(able_candidates)
     rest = [candidate for candidate in candidates if candidate is not best]
-    usable = made_of[best.name]
+    usable = usable_backends[best.name]
     return Choice(
         layer=layer.name,
         wrappers=wrappers,
         wrapper_ids=tuple(
             Identity.of(owner, type(wrapper), _parameters(wrapper))
-            for wrapper, (_, owner) in zip(wrappers, made, strict=True)
+            for wrapper, (_, owner) in zip(wrappers, owned_wrappers, strict=True)
         ),
         wrapped=wrapped,
         backend=best.name,
@@ -182,14 +181,14 @@ def _choose(
     )
 
 
-def _best(able: Sequence[Candidate]) -> Candidate:
+def _best(candidates: Sequence[Candidate]) -> Candidate:
     """Return the chosen candidate.
 
     Candidates that can be captured are chosen before others, if graphs are asked for: with the others, the engine would
     not start.
     """
-    able = [candidate for candidate in able if candidate.in_graphs] or able
-    return min(able, key=lambda candidate: (candidate.on_copies, -candidate.preference, candidate.name))
+    candidates = [candidate for candidate in candidates if candidate.in_graphs] or candidates
+    return min(candidates, key=lambda candidate: (candidate.on_copies, -candidate.preference, candidate.name))
 
 
 def _parameters(options: Any) -> dict[str, Any]:
@@ -219,13 +218,12 @@ def _consider(
     whose = f"backend {claim.id!r}"
     try:
         backend_class: type[AttentionBackend] = claim.load()
-        compared = (claim.id, backend_class, layer, extensions, device)
-        candidate = call(f"{whose}: capabilities", _compare, *compared)
+        candidate = call(f"{whose}: capabilities", _compare, claim.id, backend_class, layer, extensions, device)
         if device in backend_class.capabilities.devices and (reason := claim.why_unusable(backend_class)):
             candidate = attrs.evolve(candidate, refusals=(Refusal("environment", reason),))
         if candidate.refusals:
             return candidate, None
-        options = _make_options(use, backend_class, whose)
+        options = make_backend_options(use, backend_class)
         parameters = call(f"{whose}: its options", _parameters, options)
         identity = call(
             f"{whose}: its options", Identity.of, claim.owner, backend_class, parameters, passes=(PluginError,)
@@ -262,38 +260,17 @@ def _compare(
     )
 
 
-def _none_serves(layer: LayerSpec, asked: Use, candidates: Sequence[Candidate]) -> str:
+def _none_serves(layer: LayerSpec, use: Use, candidates: Sequence[Candidate]) -> str:
     reasons = "; ".join(
         f"{candidate.name}: {', '.join(refusal.reason for refusal in candidate.refusals)}" for candidate in candidates
     )
-    if asked == AUTO:
+    if use == AUTO:
         return f"no backend can serve layer {layer.name!r}: {reasons or 'none is installed'}"
-    return f"the stack gives layer {layer.name!r} to backend {asked.name!r}, which cannot serve it: {reasons}"
+    return f"the stack gives layer {layer.name!r} to backend {use.name!r}, which cannot serve it: {reasons}"
 
 
 def _make_wrapper(use: Use, registry: Registry) -> tuple[MetadataWrapper, str]:
     """Return a wrapper, not yet bound to a layer, and the distribution that provides it."""
     claim = registry.wrappers.get(use.name)
     wrapper_class: type[MetadataWrapper] = claim.load()
-    return _with_options(wrapper_class, use, "wrapper", f"wrapper {claim.id!r}"), claim.owner
-
-
-def _make_options(use: Use, backend_class: type[AttentionBackend], whose: str) -> Any:
-    options_class = backend_class.options_class
-    if options_class is None:
-        if use.options:
-            given = listed(sorted(use.options))
-            raise StackError(f"{use.place}: backend {use.name!r} has no options, and is given {given}")
-        return None
-    if not attrs.has(options_class):
-        raise PluginError(f"{whose}: options_class must be an attrs class, not {safe_repr(options_class)}")
-    return _with_options(options_class, use, "backend", whose)
-
-
-def _with_options(options_class: type[Any], use: Use, label: str, whose: str) -> Any:
-    try:
-        return make_with_options(options_class, use.options)
-    except ValueError as error:
-        raise StackError(f"{use.place}: {label} {use.name!r}: {error}") from error
-    except PluginError as error:
-        raise PluginError(f"{whose}: its options: {error}") from error.__cause__
+    return make_with_use("wrapper", use, wrapper_class), claim.owner

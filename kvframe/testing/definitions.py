@@ -14,7 +14,8 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import BackendError
 from kvframe.contract.specs import AttentionSpec, LayerSpec, QuerySpec
-from kvframe.planning.groups import group_layers, with_entries
+from kvframe.planning.groups import group_layers
+from kvframe.planning.layer_specs import with_entries
 from kvframe.planning.plan import plan_cache
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.staging import choose

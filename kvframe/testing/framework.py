@@ -6,7 +6,7 @@ from kvframe.attention.padding import pad_metadata
 from kvframe.attention.staging import Staging
 from kvframe.attention.state import state_step
 from kvframe.attention.wrapping import apply_chain, apply_wrapper
-from kvframe.config.wrapper_order import check_order
+from kvframe.config.choices import check_order
 from kvframe.planning.layer_file import read_layer_file
 from kvframe.selection.chains import WrapperChain, bind_chain
 from kvframe.selection.select import select_backends

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.config.wrapper_order import check_order
+from kvframe.config.choices import check_order
 from kvframe.contract.capabilities import Capabilities, Refusal
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import SpecError, WrapperError

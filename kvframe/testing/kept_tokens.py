@@ -9,7 +9,7 @@ import torch
 
 from kvframe.attention.kept_tokens import choose_tokens
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec, num_covered
-from kvframe.planning.groups import with_entries
+from kvframe.planning.layer_specs import with_entries
 from kvframe.testing.laws import ConformanceError
 
 State = dict[str, torch.Tensor]

@@ -28,7 +28,7 @@ from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.slots import Slots
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS
-from kvframe.loading.declarations import find_misdeclared
+from kvframe.loading.claims import find_misdeclared
 from kvframe.selection.chains import WrapperChain, bind_chain
 from kvframe.testing.case import Case, Inputs, Learned
 from kvframe.testing.hosts import KVFRAME, Host

@@ -26,7 +26,8 @@ from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.specs import LayerSpec, QuerySpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.loading.plugins import PluginPolicy, load_plugins
-from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.groups import group_layers
+from kvframe.planning.layer_specs import make_layer_specs
 from kvframe.planning.plan import plan_cache
 from kvframe.selection.choice import Choice
 from kvframe.selection.select import select_backends

@@ -38,8 +38,8 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
+from kvframe.selection.chains import Skipping, find_skippable_layers
 from kvframe.selection.select import select_backends
-from kvframe.selection.skipping import Skipping, find_skippable_layers
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.staging import META, CopyCounter, check_staging
 from tests.attention.attending import full, layer, local

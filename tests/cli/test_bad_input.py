@@ -224,6 +224,49 @@ def test_a_mistake_in_a_rule_names_file_key_and_nearest(rule: str, says: str, tm
 
 
 @pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        (
+            '[[rules]]\nlayers = "*"\nbackend = { name = "flex", compile = 3 }',
+            "rules[0].backend: backend 'flex': 'compile' must be in ('auto', 'always', 'never') (got 3); its options:",
+        ),
+        (
+            '[[rules]]\nlayers = "*"\nbackend = { name = "torch_reference", compile = 3 }',
+            "rules[0].backend: backend 'torch_reference' has no options, and is given compile",
+        ),
+        (
+            '[[rules]]\nlayers = "*"\nwrappers = [{ name = "chunked_local", chnk = 3 }]',
+            "rules[0].wrappers[0]: wrapper 'chunked_local': there is no option 'chnk'; its options: chunk",
+        ),
+        (
+            '[model]\nprefill_skipping = { name = "decode_only", chunk = 2 }',
+            "model.prefill_skipping: wrapper 'decode_only': there is no option 'chunk'; its options: none",
+        ),
+        ('[cache]\neviction = { name = "scan_resistant", patience = -1 }', "cache.eviction: eviction policy 'scan_"),
+        ('[cache]\nformat = { name = "fp8_tensor", k_scal = 1 }', "cache.format: KV format 'fp8_tensor': there is no "),
+        ('[model]\ndrafts = { name = "ngram", size = 3 }', "model.drafts: proposer 'ngram': there is no option 'size'"),
+    ],
+)
+def test_planning_and_explaining_refuse_a_wrong_option_alike(tables: str, says: str, tmp_path: Path) -> None:
+    stack = tmp_path / "stack.toml"
+    stack.write_text(f"{tables}\n")
+    error = error_of("plan", LAYERS, "--stack", stack)
+    assert error.startswith(f"{stack}: {says}")
+    assert error == error_of("explain", LAYERS, "--stack", stack)
+
+
+def test_a_plan_does_not_import_a_backend_that_has_no_options(tmp_path: Path) -> None:
+    stack = tmp_path / "stack.toml"
+    stack.write_text('[[rules]]\nlayers = "*"\nbackend = "flex"\n')
+    script = (
+        "import sys; from kvframe.cli import main; main(sys.argv[1:], standalone_mode=False); "
+        "assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", script, "plan", str(LAYERS), "--stack", str(stack)]
+    assert 0 == subprocess.run(command, capture_output=True, check=False).returncode
+
+
+@pytest.mark.parametrize(
     ("key", "value"), [("relative_bias", "wide"), ("scale", "1"), ("scale", True), ("soft_cap", []), ("has_sinks", 1)]
 )
 def test_a_wrong_query_side_is_one_sentence(key: str, value: object, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def chosen(cache: dict[str, Any], **tables: Any) -> EvictionPolicy:
     stack = Stack.from_mapping({"cache": cache, **tables}, "my.toml")
     registry = load_plugins(stack.plugins).registry
     stack.check(registry)
-    return make_policy(stack, registry)
+    return make_policy(stack.cache.eviction, registry)
 
 
 def refusal(cache: dict[str, Any], **tables: Any) -> str:

@@ -18,7 +18,8 @@ from kvframe.contract.errors import KVFrameError, SpecError, StackError
 from kvframe.contract.formats import PLAIN, StateTensor
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, TokenRange
 from kvframe.loading.plugins import load_plugins
-from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.groups import group_layers
+from kvframe.planning.layer_specs import make_layer_specs
 from kvframe.planning.plan import plan_cache
 from tests.support.commands import run
 from tests.support.plugins import plugin

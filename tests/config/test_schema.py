@@ -14,7 +14,8 @@ import pytest
 
 from kvframe.config.options import CacheOptions, EngineOptions, LimitOptions, ModelOptions, Rule
 from kvframe.config.schema import describe_keys, make_schema
-from kvframe.config.stack import Stack, _OwnersTable
+from kvframe.config.stack import Stack
+from kvframe.config.stack_file import _OwnersTable
 from kvframe.contract.errors import StackError
 from kvframe.loading.claims import KINDS
 from tests.support.commands import stdout_of

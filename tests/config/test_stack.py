@@ -505,12 +505,12 @@ def test_a_name_knows_the_key_that_it_was_given_by() -> None:
     assert rule.wrappers is not None
     assert skipping is not None
     assert stack.cache.format is not None
-    assert "my.toml: rules[0].backend" == rule.backend.place
-    assert ["my.toml: rules[0].wrappers[0]", "my.toml: rules[0].wrappers[1]"] == [use.place for use in rule.wrappers]
-    assert "my.toml: model.prefill_skipping" == skipping.place
+    assert "my.toml: rules[0].backend" == rule.backend.origin
+    assert ["my.toml: rules[0].wrappers[0]", "my.toml: rules[0].wrappers[1]"] == [use.origin for use in rule.wrappers]
+    assert "my.toml: model.prefill_skipping" == skipping.origin
     assert ["my.toml: cache.format", "my.toml: cache.eviction"] == [
-        stack.cache.format.place,
-        stack.cache.eviction.place,
+        stack.cache.format.origin,
+        stack.cache.eviction.origin,
     ]
 
 

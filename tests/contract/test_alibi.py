@@ -13,8 +13,8 @@ from kvframe.config.stack import Stack
 from kvframe.contract.errors import SpecError
 from kvframe.contract.specs import ENCODER, LayerSpec, QuerySpec, RelativeBias
 from kvframe.loading.plugins import load_plugins
-from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
+from kvframe.planning.layer_specs import make_layer_specs
 from kvframe.testing.reference import alibi_bias, dense_attention
 from kvframe.testing.state import GridSpec
 

@@ -15,8 +15,8 @@ from kvframe.contract.errors import BackendError, SpecError
 from kvframe.contract.relative_bias import bias_by_distance, bias_columns, distance_buckets
 from kvframe.contract.specs import ENCODER, LayerSpec, RelativeBias
 from kvframe.loading.plugins import load_plugins
-from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
+from kvframe.planning.layer_specs import make_layer_specs
 from kvframe.testing.reference import relative_bias
 from kvframe.testing.state import GridSpec
 from tests.attention.attending import QUERY, Bench, full

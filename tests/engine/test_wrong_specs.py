@@ -21,7 +21,8 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import SpecError
 from kvframe.contract.formats import StateTensor
 from kvframe.contract.specs import AttentionMask, KVCacheSpec, LayerSpec, QuerySpec, TokenRange
-from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.groups import group_layers
+from kvframe.planning.layer_specs import make_layer_specs
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.planning.spec_check import check_spec_at_set_up, sampled_positions
 from tests.cache.plans import RangeSpec, StateSpec, full, ranged

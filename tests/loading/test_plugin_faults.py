@@ -36,7 +36,8 @@ from kvframe.contract.model import ModelAdapter, ModelInMemory
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.loading.registry import Registry
-from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.groups import group_layers
+from kvframe.planning.layer_specs import make_layer_specs
 from kvframe.planning.recognise import adopt_model, find_adapter
 from kvframe.selection.choice import Choice
 from kvframe.selection.select import select_backends
@@ -336,7 +337,7 @@ def use_policy(registry: Registry) -> None:
     plan = plan_cache(
         group_layers(layers_of(stack, registry)), memory_bytes=1 << 20, max_model_len=64, max_num_batched_tokens=64
     )
-    KVCacheManager(plan, max_num_seqs=1, eviction=make_policy(stack, registry))
+    KVCacheManager(plan, max_num_seqs=1, eviction=make_policy(stack.cache.eviction, registry))
 
 
 def use_spec(registry: Registry) -> None:

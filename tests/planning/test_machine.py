@@ -16,7 +16,7 @@ from kvframe import Engine, SamplingParams, Stack, load_plugins
 from kvframe.config import stack as stack_module
 from kvframe.contract.errors import ModelError, PluginError
 from kvframe.planning import recognise
-from kvframe.planning.recognise import cpu_multiplies, with_dtype
+from kvframe.planning.recognise import cpu_multiplies, find_reader, with_dtype
 from tests.planning.test_recognise import Noting, found
 from tests.support.commands import run
 
@@ -69,7 +69,7 @@ def test_a_torch_that_does_not_know_the_cpu_takes_float32(monkeypatch: pytest.Mo
 
 def dtype_of(path: Path, device: str = "cpu", **options: Any) -> str:
     stack = Stack.from_mapping({"model": {"device": device}})
-    return with_dtype(stack, path, REGISTRY, **options).model.dtype
+    return with_dtype(stack, path, find_reader(path, REGISTRY), **options).model.dtype
 
 
 def test_the_dtype_is_the_checkpoint_s_unless_a_cpu_would_lose_by_it(
@@ -86,7 +86,7 @@ def test_the_dtype_is_the_checkpoint_s_unless_a_cpu_would_lose_by_it(
         "tiny is in bfloat16, which this CPU computes more slowly than float32: it runs in float32; "
         'dtype = "bfloat16" in the stack\'s [model] keeps its dtype'
     ] == caplog.messages
-    assert "float64" == with_dtype(NAMED, folder, REGISTRY).model.dtype
+    assert "float64" == with_dtype(NAMED, folder, find_reader(folder, REGISTRY)).model.dtype
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from kvframe import FullAttentionSpec, KVCacheStorage, Layers, Stack, group_laye
 from kvframe.attention.kept_tokens import KeptTokens
 from kvframe.contract import AttentionMask, KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.contract.errors import BackendError, SpecError
-from kvframe.planning.groups import with_entries
+from kvframe.planning.layer_specs import with_entries
 from kvframe.testing.kept_tokens import check_kept
 from kvframe.testing.laws import ConformanceError
 

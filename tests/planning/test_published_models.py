@@ -14,8 +14,8 @@ from kvframe.contract.description import ModelDescription
 from kvframe.contract.specs import KVCacheSpec, QuerySpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
-from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
+from kvframe.planning.layer_specs import make_layer_specs
 from kvframe.planning.recognise import describe_model
 from tests.covering import few
 from tests.support.commands import run, run_json
