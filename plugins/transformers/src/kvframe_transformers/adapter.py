@@ -75,8 +75,8 @@ class TransformersAdapter(ModelAdapter):
     def dtype_of(self, path: Path) -> str | None:
         """Return the dtype that the config names, of the whole model or of its text part."""
         config: Any = read_config(path)
-        named = config.dtype or config.get_text_config(decoder=True).dtype
-        name = str(named).removeprefix("torch.")
+        config_dtype = config.dtype or config.get_text_config(decoder=True).dtype
+        name = str(config_dtype).removeprefix("torch.")
         return name if name in _DTYPES else None
 
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
@@ -101,18 +101,18 @@ class TransformersAdapter(ModelAdapter):
         warn_of_others(read_generation_config(path), description.name)
         options: dict[str, Any] = {}
         if size > 1:
-            planned: Any = build_without_weights(config, description.name)
-            description, options = share_of_rank(description, planned, size), options_of_ranks(planned, device)
+            meta_model: Any = build_without_weights(config, description.name)
+            description, options = share_of_rank(description, meta_model, size), options_of_ranks(meta_model, device)
         model = checkpoint.load(path, config, device, _DTYPES[dtype], options)
         tokenizer = load_tokenizer(path)
-        loaded: TransformersModel
+        loaded_model: TransformersModel
         if config.is_encoder_decoder:
             build = partial(build_without_weights, config, description.name)
-            loaded = EncoderDecoderModel(model, tokenizer, description, build, path)
+            loaded_model = EncoderDecoderModel(model, tokenizer, description, build, path)
         else:
-            loaded = _one_sequence_model(model, tokenizer, description, path)
-        loaded.packs_weights = SETTINGS[PACK_WEIGHTS]
-        return loaded
+            loaded_model = _one_sequence_model(model, tokenizer, description, path)
+        loaded_model.packs_weights = SETTINGS[PACK_WEIGHTS]
+        return loaded_model
 
     def adopt(self, model: Any, tokenizer: Any) -> ModelInMemory | None:
         """Take a ``PreTrainedModel``, with its weights on one device; None for any other object.
@@ -124,20 +124,20 @@ class TransformersAdapter(ModelAdapter):
             return None
         name, config = type(model).__name__, config_of(model)
         device, dtype = place_of(model)
-        planned = build_like(model, config)
+        meta_model = build_like(model, config)
         eos, generation = generation_eos_token_ids(model), getattr(model, "generation_config", None)
         entries = {} if generation is None else generation.to_dict()
         description = _describe(
-            config, name, planned, partial(build_like, model, config), eos, sampling_of(entries, eos)
+            config, name, meta_model, partial(build_like, model, config), eos, sampling_of(entries, eos)
         )
         warn_of_others(entries, name)
-        loaded: TransformersModel
+        loaded_model: TransformersModel
         if config.is_encoder_decoder:
-            loaded = EncoderDecoderModel(model, tokenizer, description, partial(build_like, model, config))
+            loaded_model = EncoderDecoderModel(model, tokenizer, description, partial(build_like, model, config))
         else:
-            loaded = _one_sequence_model(model, tokenizer, description)
-        loaded.packs_weights = SETTINGS[PACK_WEIGHTS]
-        return ModelInMemory(model=loaded, device=device, dtype=dtype)
+            loaded_model = _one_sequence_model(model, tokenizer, description)
+        loaded_model.packs_weights = SETTINGS[PACK_WEIGHTS]
+        return ModelInMemory(model=loaded_model, device=device, dtype=dtype)
 
 
 @attrs.frozen
@@ -161,13 +161,13 @@ class _Checkpoint:
         folder = path if path.is_dir() else path.parent
         name = _name_of(folder) if path.is_dir() or path.name == "config.json" else path.name
         build = partial(build_without_weights, copy.deepcopy(config), name)  # a probed model's config is changed
-        planned = build_without_weights(config, name)
+        meta_model = build_without_weights(config, name)
         with quiet():
-            idle = idle_parts(planned, name) if generates(config) else ()
-        remove_parts(planned, idle)
+            idle = idle_parts(meta_model, name) if generates(config) else ()
+        remove_parts(meta_model, idle)
         eos = eos_token_ids(folder, config)
         sampling = sampling_of(read_generation_config(folder), eos)
-        return cls(_describe(config, name, planned, build, eos, sampling), type(planned), idle)
+        return cls(_describe(config, name, meta_model, build, eos, sampling), type(meta_model), idle)
 
     def load(
         self, path: Path, config: Any, device: str, dtype: torch.dtype, options: Mapping[str, Any]
@@ -224,8 +224,8 @@ def _layers_of(
             raise
         values = KnownValues()
         with values:
-            again = build()
-        return discover_layers(again, name, length, values=values)
+            second_model = build()
+        return discover_layers(second_model, name, length, values=values)
     except ModelError as error:
         if generating:
             raise

@@ -17,9 +17,9 @@ DEFAULT_POSITIONS = 2048
 _MAKER = re.compile(r"build_(\w+_)?alibi_tensor")
 
 
-def is_alibi(added: torch.Tensor, num_heads: int, num_keys: int) -> bool:
+def is_alibi(bias: torch.Tensor, num_heads: int, num_keys: int) -> bool:
     """Return whether what is added to scores has, for each head, a number for each key, equal for all queries."""
-    return num_heads > 1 and added.shape[-3:] == (num_heads, 1, num_keys) and added.numel() == num_heads * num_keys
+    return num_heads > 1 and bias.shape[-3:] == (num_heads, 1, num_keys) and bias.numel() == num_heads * num_keys
 
 
 def slopes_of(model: nn.Module, num_heads: int) -> tuple[float, ...]:

@@ -35,12 +35,12 @@ class _Call:
     kwargs: dict[str, Any]
     output: tuple[Any, ...]
 
-    def dims(self, other: _Call) -> tuple[tuple[Dims, ...], dict[str, Dims], tuple[Dims, ...]]:
+    def dims(self, other_call: _Call) -> tuple[tuple[Dims, ...], dict[str, Dims], tuple[Dims, ...]]:
         """Return the dimensions that count tokens, given the same call with another number of tokens."""
         return (
-            tuple(map(_dims, self.args, other.args)),
-            {name: _dims(value, other.kwargs.get(name)) for name, value in self.kwargs.items()},
-            tuple(map(_dims, self.output, other.output)),
+            tuple(map(_dims, self.args, other_call.args)),
+            {name: _dims(value, other_call.kwargs.get(name)) for name, value in self.kwargs.items()},
+            tuple(map(_dims, self.output, other_call.output)),
         )
 
 
@@ -55,7 +55,7 @@ def find_apart(
         run: Runs it, as transformers made it, over so many different tokens of one request.
         tolerance: The relative difference that rounding explains.
     """
-    around = {module for module in model.modules() if any(each in attending for each in module.modules())}
+    around = {module for module in model.modules() if any(part in attending for part in module.modules())}
     short, long = (_calls(model, partial(run, length), around) for length in LENGTHS)
     mixing = {module for module in short.keys() & long.keys() if _mixes(module, short[module], long[module], tolerance)}
     # What contains such a module seems to mix too.
@@ -84,18 +84,18 @@ class _Unfolding(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        named = dict(kwargs or {})
+        kwargs_by_name = dict(kwargs or {})
         if func is nn.functional.unfold and args[0].shape[3] == 1:
-            return _apart(func, (((2,),), {}, ((2,),)))(*args, **named)
-        return func(*args, **named)
+            return _apart(func, (((2,),), {}, ((2,),)))(*args, **kwargs_by_name)
+        return func(*args, **kwargs_by_name)
 
 
 def _calls(model: nn.Module, run: Callable[[], Any], left_out: Collection[nn.Module]) -> dict[nn.Module, _Call]:
     """Return the first call of each module in a run."""
-    found: dict[nn.Module, _Call] = {}
+    calls: dict[nn.Module, _Call] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found.setdefault(module, _Call(args, kwargs, output if isinstance(output, tuple) else (output,)))
+        calls.setdefault(module, _Call(args, kwargs, output if isinstance(output, tuple) else (output,)))
 
     handles = [
         module.register_forward_hook(note, with_kwargs=True) for module in model.modules() if module not in left_out
@@ -105,27 +105,27 @@ def _calls(model: nn.Module, run: Callable[[], Any], left_out: Collection[nn.Mod
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return calls
 
 
-def _mixes(module: nn.Module, call: _Call, other: _Call, tolerance: float) -> bool:
+def _mixes(module: nn.Module, call: _Call, other_call: _Call, tolerance: float) -> bool:
     """Return whether a module gives the first tokens another output with the later ones than without them."""
-    if len(call.args) != len(other.args) or len(call.output) != len(other.output):
+    if len(call.args) != len(other_call.args) or len(call.output) != len(other_call.output):
         return False
-    of_args, of_kwargs, of_output = call.dims(other)
-    of_inputs = (*of_args, *of_kwargs.values())
-    if not any(of_output) or not any(of_inputs):
+    arg_dims, kwarg_dims, output_dims = call.dims(other_call)
+    input_dims = (*arg_dims, *kwarg_dims.values())
+    if not any(output_dims) or not any(input_dims):
         return False
-    if any(len(dims) > 1 for dims in (*of_inputs, *of_output)):
+    if any(len(dims) > 1 for dims in (*input_dims, *output_dims)):
         return False  # scores of queries and keys are a part of attention
-    args = [_cut(value, dims, 0, _FIRST) for value, dims in zip(call.args, of_args, strict=True)]
-    kwargs = {name: _cut(value, of_kwargs[name], 0, _FIRST) for name, value in call.kwargs.items()}
+    args = [_cut(value, dims, 0, _FIRST) for value, dims in zip(call.args, arg_dims, strict=True)]
+    kwargs = {name: _cut(value, kwarg_dims[name], 0, _FIRST) for name, value in call.kwargs.items()}
     try:
         output = own_forward(module)(*args, **kwargs)
     except (RuntimeError, ValueError, IndexError, TypeError):  # it takes no other number of tokens
         return False
     output = output if isinstance(output, tuple) else (output,)
-    for value, dims, alone in zip(call.output, of_output, output, strict=True):
+    for value, dims, alone in zip(call.output, output_dims, output, strict=True):
         if dims and not _is_close(alone, _cut(value, dims, 0, _FIRST), tolerance):
             return True
     return False
@@ -140,7 +140,7 @@ def _is_close(alone: Any, value: torch.Tensor, tolerance: float) -> bool:
 
 def _apart(forward: Forward, dims: tuple[tuple[Dims, ...], dict[str, Dims], tuple[Dims, ...]]) -> Forward:
     """Return a forward that calls ``forward`` for each request's tokens in the running step, and joins the results."""
-    of_args, of_kwargs, of_output = dims
+    arg_dims, kwarg_dims, output_dims = dims
 
     def run(*args: Any, **kwargs: Any) -> Any:
         step = running_step()
@@ -150,21 +150,27 @@ def _apart(forward: Forward, dims: tuple[tuple[Dims, ...], dict[str, Dims], tupl
             return forward(*args, **kwargs)
         parts = []
         for start, stop in zip(starts, [*starts[1:], len(step.positions)], strict=True):
-            own = [_cut(value, dims, start, stop) for value, dims in zip_longest(args, of_args, fillvalue=())]
-            named = {name: _cut(value, of_kwargs.get(name, ()), start, stop) for name, value in kwargs.items()}
-            parts.append(forward(*own, **named))
+            request_args = [_cut(value, dims, start, stop) for value, dims in zip_longest(args, arg_dims, fillvalue=())]
+            request_kwargs = {
+                name: _cut(value, kwarg_dims.get(name, ()), start, stop) for name, value in kwargs.items()
+            }
+            parts.append(forward(*request_args, **request_kwargs))
         if not isinstance(parts[0], tuple):
-            return _join(parts, of_output[0])
-        return tuple(_join(each, dims) for each, dims in zip(zip(*parts, strict=True), of_output, strict=True))
+            return _join(parts, output_dims[0])
+        return tuple(_join(outputs, dims) for outputs, dims in zip(zip(*parts, strict=True), output_dims, strict=True))
 
     return run
 
 
-def _dims(value: Any, other: Any) -> Dims:
+def _dims(value: Any, other_value: Any) -> Dims:
     """Return the dimensions of a tensor that count tokens; none for anything else."""
-    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor) or value.dim() != other.dim():
+    if (
+        not isinstance(value, torch.Tensor)
+        or not isinstance(other_value, torch.Tensor)
+        or value.dim() != other_value.dim()
+    ):
         return ()
-    return tuple(dim for dim in range(value.dim()) if (value.shape[dim], other.shape[dim]) == LENGTHS)
+    return tuple(dim for dim in range(value.dim()) if (value.shape[dim], other_value.shape[dim]) == LENGTHS)
 
 
 def _cut(value: Any, dims: Dims, start: int, stop: int) -> Any:

@@ -123,8 +123,8 @@ def _is_known(model_type: object) -> bool:
 def _check_parts(content: Any, name: str) -> None:
     """Raise for a config with more layers, experts or labels than can be built."""
     if isinstance(content, list):
-        for each in content:
-            _check_parts(each, name)
+        for part in content:
+            _check_parts(part, name)
     if not isinstance(content, dict):
         return
     for key, value in content.items():
@@ -147,9 +147,11 @@ def _knowing(config: Any, autos: Sequence[Any]) -> list[Any]:
 
     The classes of one config have other parts, or other names of weights.
     """
-    known = [auto for auto in autos if type(config) in auto._model_mapping]
-    named = {auto: auto._model_mapping[type(config)].__name__ in (config.architectures or ()) for auto in known}
-    return sorted(known, key=lambda auto: not named[auto])
+    auto_classes = [auto for auto in autos if type(config) in auto._model_mapping]
+    is_named = {
+        auto: auto._model_mapping[type(config)].__name__ in (config.architectures or ()) for auto in auto_classes
+    }
+    return sorted(auto_classes, key=lambda auto: not is_named[auto])
 
 
 @attrs.frozen
@@ -231,15 +233,15 @@ def load_weights(
             )
     except Exception as error:  # a corrupt file raises an error of safetensors, pickle, json, torch or transformers
         raise ModelError(f"the weights of {path} cannot be loaded: {one_sentence(error)}") from error
-    for what, keys in (("has no", report["missing_keys"]), ("has another shape for", report["mismatched_keys"])):
+    for problem, keys in (("has no", report["missing_keys"]), ("has another shape for", report["mismatched_keys"])):
         if keys:
             first = sorted(key if isinstance(key, str) else key[0] for key in keys)[0]
             raise ModelError(
-                f"the checkpoint {path} {what} {first!r} ({len(keys)} such weights): its config asks for it, and "
+                f"the checkpoint {path} {problem} {first!r} ({len(keys)} such weights): its config asks for it, and "
                 "running without it would use random numbers"
             )
-    loaded: PreTrainedModel = model.to(device).eval()
-    return loaded
+    loaded_model: PreTrainedModel = model.to(device).eval()
+    return loaded_model
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -283,19 +285,23 @@ def max_encoder_len(model: Any) -> int:
     """
     config = model.config
     # A model of two nested configs, such as T5Gemma, has one for the encoder.
-    nested = (getattr(config, name, None) for name in ("encoder", "encoder_config"))
-    own = next((each for each in nested if each is not None), config)
+    nested_configs = (getattr(config, name, None) for name in ("encoder", "encoder_config"))
+    encoder_config = next((nested_config for nested_config in nested_configs if nested_config is not None), config)
     lengths = (
-        _positions(each, "max_source_positions", "max_encoder_position_embeddings", "max_speech_positions")
-        for each in (own, config.get_text_config(encoder=True), getattr(model.get_encoder(), "config", config))
+        _positions(nested_config, "max_source_positions", "max_encoder_position_embeddings", "max_speech_positions")
+        for nested_config in (
+            encoder_config,
+            config.get_text_config(encoder=True),
+            getattr(model.get_encoder(), "config", config),
+        )
     )
     return next((length for length in lengths if length is not None), DEFAULT_ENCODER_LEN)
 
 
 def _positions(config: Any, *names: str) -> int | None:
     """Return the number of positions of one side of a model, by the config's names for that side or for both."""
-    for each in (*names, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
-        length = getattr(config, each, None)
+    for attribute in (*names, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        length = getattr(config, attribute, None)
         if isinstance(length, int) and length > 0:
             return length
     return _DEFAULT_POSITIONS if hasattr(config, "relative_attention_max_distance") else None
@@ -334,10 +340,10 @@ def checked_eos_token_ids(ids: Any, name: str) -> frozenset[int]:
         ids: The entry.
         name: The model's name or path for errors.
     """
-    found = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if any(isinstance(each, bool) or not isinstance(each, int) for each in found):
+    token_ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in token_ids):
         raise ModelError(f"the eos_token_id of {name} must be a token id or a list of them, not {shown(ids, 60)}")
-    return frozenset(found)
+    return frozenset(token_ids)
 
 
 def one_sentence(error: BaseException) -> str:

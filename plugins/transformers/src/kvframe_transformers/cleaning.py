@@ -47,9 +47,9 @@ class CleanedText:
         self._decode_next = decode_next
         self._held = [""] * len(_REPLACEMENTS)
         self._clean_up(text, False)
-        held = self._held.copy()
+        held_texts = self._held.copy()
         self._prompt_end = self._clean_up("", True)
-        self._held = held
+        self._held = held_texts
 
     def __call__(self, token_ids: Sequence[int], final: bool) -> str:
         """Return the cleaned text that is certain after these tokens.
@@ -68,10 +68,10 @@ class CleanedText:
         if " " not in text and not any(self._held):
             return text
         for index, (pattern, replacement) in enumerate(_REPLACEMENTS):
-            *parts, rest = (self._held[index] + text).split(pattern)
-            num_sure = len(rest) - (0 if final else _num_begun(rest, pattern))
-            text = "".join(part + replacement for part in parts) + rest[:num_sure]
-            self._held[index] = rest[num_sure:]
+            *parts, open_end = (self._held[index] + text).split(pattern)
+            num_sure = len(open_end) - (0 if final else _num_begun(open_end, pattern))
+            text = "".join(part + replacement for part in parts) + open_end[:num_sure]
+            self._held[index] = open_end[num_sure:]
         return text
 
 

@@ -23,8 +23,8 @@ _log = logging.getLogger("kvframe")
 def for_any_size() -> AbstractContextManager[None]:
     """Let what torch compiles inside the block serve a size of 1 too, for which it compiles once more otherwise."""
     config: Any = fx_config  # torch gives it its methods when it is imported
-    patched: AbstractContextManager[None] = config.patch(backed_size_oblivious=True)
-    return patched
+    patch: AbstractContextManager[None] = config.patch(backed_size_oblivious=True)
+    return patch
 
 
 class CompiledBody:

@@ -76,9 +76,9 @@ class _NotingCache(_Cache):
         self.widths[name] = kv.shape[2]
         return kv[:, :0], gate[:, :0], 0
 
-    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
-        self.sizes[name] = compressed.shape[2]
-        return compressed
+    def update_compressor_states(self, name: str, new_entries: torch.Tensor) -> torch.Tensor:
+        self.sizes[name] = new_entries.shape[2]
+        return new_entries
 
 
 def probe(
@@ -102,17 +102,17 @@ def probe(
     return run
 
 
-def describe_entries(layer: str, compressor: Any, kept: Mapping[str, Compressed]) -> Sequence[LayerDescription]:
+def describe_entries(layer: str, compressor: Any, state_sizes: Mapping[str, Compressed]) -> Sequence[LayerDescription]:
     """Return the entries of a layer with a compressor.
 
     Args:
         layer: The layer's name.
         compressor: The module.
-        kept: What ``probe`` noted.
+        state_sizes: What ``probe`` noted.
     """
     group = compressor.compress_rate
     entries = []
-    for name, sizes in kept.items():
+    for name, sizes in state_sizes.items():
         # Vectors that are wider than an entry hold a second one, which is used for the next group.
         overlap = group if sizes.width > sizes.size else 0
         tokens = {_KV: (sizes.width,), _GATE: (sizes.width,)}
@@ -151,15 +151,15 @@ class _Kept:
 class _PagedCache(_Cache):
     """Keeps the vectors and entries of one request in pages."""
 
-    def __init__(self, kept: Mapping[str, _Kept], new: NewTokens, group: int) -> None:
+    def __init__(self, kept_states: Mapping[str, _Kept], new: NewTokens, group: int) -> None:
         """Take a request.
 
         Args:
-            kept: What is kept, by name.
+            kept_states: What is kept, by name.
             new: Its new tokens.
             group: Tokens of a group.
         """
-        self._kept, self._request, self._rows, self._group = kept, new.request, new.rows, group
+        self._kept, self._request, self._rows, self._group = kept_states, new.request, new.rows, group
         self._first = new.first
         self._start = new.first - new.first % group
         self._stop = new.stop - new.stop % group
@@ -179,16 +179,16 @@ class _PagedCache(_Cache):
         """Return the first halves of the vectors and gates of the group before; None if there is none."""
         if not self._start:
             return None, None
-        kept = self._kept[name]
-        before = kept.tokens.read(self._request, self._start - self._group, self._start)
-        gate = before[_GATE] + kept.position_bias
+        kept_state = self._kept[name]
+        before = kept_state.tokens.read(self._request, self._start - self._group, self._start)
+        gate = before[_GATE] + kept_state.position_bias
         return before[_KV][None, :, :head_dim], gate[None, :, :head_dim]
 
-    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+    def update_compressor_states(self, name: str, new_entries: torch.Tensor) -> torch.Tensor:
         """Store the entries of the groups that the new tokens finish; return all entries of the sequence."""
         entries = self._kept[name].entries
-        if compressed.shape[1]:
-            entries.store(self._request, self._start // self._group, **{_KV: compressed[0]})
+        if new_entries.shape[1]:
+            entries.store(self._request, self._start // self._group, **{_KV: new_entries[0]})
         return entries.read(self._request)[_KV].unsqueeze(0)
 
 
@@ -234,17 +234,17 @@ class CompressorDriver:
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[CompressedKeys]:
         """Return what each request's queries read beside the window, for the arguments of a packed call."""
         arguments = self.call.bind(args, kwargs)
-        kept = {
+        kept_states = {
             name: _Kept(tokens.step, entries.step, part.position_bias)
             for name, (tokens, entries, part) in self._entries.items()
         }
-        compressed = []
-        for new in next(iter(kept.values())).tokens.requests:
-            own = {name: rows_of(value, [new.rows]) for name, value in arguments.items()}
-            own[self.call.cache] = _PagedCache(kept, new, self._module.compress_rate)
-            entries, bias = self._forward(**own)
-            compressed.append(CompressedKeys(new.rows, entries[0, 0], None if bias is None else bias[0, 0]))
-        return compressed
+        outputs = []
+        for new in next(iter(kept_states.values())).tokens.requests:
+            request_arguments = {name: rows_of(value, [new.rows]) for name, value in arguments.items()}
+            request_arguments[self.call.cache] = _PagedCache(kept_states, new, self._module.compress_rate)
+            entries, bias = self._forward(**request_arguments)
+            outputs.append(CompressedKeys(new.rows, entries[0, 0], None if bias is None else bias[0, 0]))
+        return outputs
 
 
 class Compressors:
@@ -316,8 +316,8 @@ class Compressors:
                 rows = slice(first, min(first + step, keys.rows.stop))
                 scores = query[rows].to(dtype) @ entries.T * scale
                 if keys.bias is not None:
-                    own = slice(rows.start - keys.rows.start, rows.stop - keys.rows.start)
-                    scores = scores + keys.bias[own, None].to(dtype)
+                    own_rows = slice(rows.start - keys.rows.start, rows.stop - keys.rows.start)
+                    scores = scores + keys.bias[own_rows, None].to(dtype)
                 lse[rows] = scores.logsumexp(-1)
                 weights = (scores - lse[rows].masked_fill(lse[rows] == -math.inf, 0)[..., None]).exp()
                 output[rows] = (weights @ entries).to(query.dtype)

@@ -34,7 +34,7 @@ class DecoderHooks:
                 for all pairs of packed tokens.
         """
         # A compiler must not trace how they find the running step.
-        positions = OpaqueFunction(lambda given: [_positions_of(model, given[0]).clone()], lambda given: given)
+        positions = OpaqueFunction(lambda tensors: [_positions_of(model, tensors[0]).clone()], lambda tensors: tensors)
 
         def pass_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             return _pass_positions(positions, module, args, kwargs)
@@ -82,16 +82,16 @@ def _pass_positions(
     return args, {**kwargs, _POSITIONS: _positions_of(module, own_positions)}
 
 
-def _positions_of(module: nn.Module, given: Any) -> torch.Tensor:
+def _positions_of(module: nn.Module, own_positions: Any) -> torch.Tensor:
     """Return the positions of the running step's tokens, in the shape of those that a module was given."""
     step = running_step()
     assert step is not None
-    if not isinstance(given, torch.Tensor) or given.numel() != len(step.positions):
+    if not isinstance(own_positions, torch.Tensor) or own_positions.numel() != len(step.positions):
         raise ModelError(
             f"{type(module).__name__} does not get one position for each token, so it cannot get those of a packed "
             "batch; only a model adapter of its own can serve it"
         )
-    return step.positions.view_as(given)
+    return step.positions.view_as(own_positions)
 
 
 def _look_up(positions: OpaqueFunction, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ def _may_compute_bias(module: nn.Module) -> bool:
 
 def _give_no_bias(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     if torch.compiler.is_compiling():
-        hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
-        return args, {**kwargs, _BIAS: hidden.new_empty(0)}
+        hidden_states = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        return args, {**kwargs, _BIAS: hidden_states.new_empty(0)}
     step = running_step()
     return None if step is None else (args, {**kwargs, _BIAS: step.positions.new_empty(0)})

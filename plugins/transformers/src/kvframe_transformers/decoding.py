@@ -35,10 +35,10 @@ def decode_as_they_come(
         tokens = tokenizer.convert_ids_to_tokens(list(ids), skip_special_tokens=skips)
         text = str(tokenizer.convert_tokens_to_string(tokens))
         try:
-            more = str(tokenizer.convert_tokens_to_string([*tokens, "x"]))
+            longer_text = str(tokenizer.convert_tokens_to_string([*tokens, "x"]))
         except Exception:  # it takes no token that is not in its vocabulary
             return text
-        return text[: num_equal(text, more)]
+        return text[: num_equal(text, longer_text)]
 
     decode_next: Callable[[Sequence[int], bool], str]
     if not isinstance(tokenizer, TokenizersBackend):

@@ -79,21 +79,25 @@ class _Products(TorchFunctionMode):
         if name == "zeros":
             self._zeros.append(func(*args, **(kwargs or {})))
             return self._zeros[-1]
-        if name in _PRODUCTS and len(args) == 2 and not any(isinstance(each, _Scores) for each in args):
+        if name in _PRODUCTS and len(args) == 2 and not any(isinstance(tensor, _Scores) for tensor in args):
             query, key = args
             if query.dim() == key.dim() == _PRODUCTS[name] and query.shape[-1] == key.shape[-2]:
                 shape = (*query.shape[:-1], key.shape[-1])
-                of = DirectAttention(*(each if each.dim() == 4 else each.unsqueeze(0) for each in (query, key.mT)))
-                return _Scores.standing_for(of, self._attend, shape)
+                attention = DirectAttention(
+                    *(tensor if tensor.dim() == 4 else tensor.unsqueeze(0) for tensor in (query, key.mT))
+                )
+                return _Scores.standing_for(attention, self._attend, shape)
         return func(*args, **(kwargs or {}))
 
     def _sum_with_products(
-        self, added: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: float = 1, alpha: float = 1
+        self, bias: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: float = 1, alpha: float = 1
     ) -> _Scores:
         query, key = batch1.unsqueeze(0), batch2.mT.unsqueeze(0)
-        is_zero = any(added is zeros for zeros in self._zeros)
-        of = DirectAttention(query, key, scale=alpha, added=() if is_zero else (added if beta == 1 else beta * added,))
-        return _Scores.standing_for(of, self._attend, (*batch1.shape[:-1], batch2.shape[-1]))
+        is_zero = any(bias is zeros for zeros in self._zeros)
+        attention = DirectAttention(
+            query, key, scale=alpha, added=() if is_zero else (bias if beta == 1 else beta * bias,)
+        )
+        return _Scores.standing_for(attention, self._attend, (*batch1.shape[:-1], batch2.shape[-1]))
 
 
 class _Scores(torch.Tensor):
@@ -104,49 +108,59 @@ class _Scores(torch.Tensor):
     _shape: tuple[int, ...]
 
     @classmethod
-    def standing_for(cls, of: DirectAttention, attend: Attending, shape: Sequence[int]) -> _Scores:
+    def standing_for(cls, attention: DirectAttention, attend: Attending, shape: Sequence[int]) -> _Scores:
         """Return the tensor of a shape; its one value, a zero, is never read."""
-        scores = of.query.new_zeros(()).expand(shape).as_subclass(cls)
-        scores._of, scores._attend, scores._shape = of, attend, tuple(shape)
+        scores = attention.query.new_zeros(()).expand(shape).as_subclass(cls)
+        scores._of, scores._attend, scores._shape = attention, attend, tuple(shape)
         return scores
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name, scores = _name(func), next(each for each in args if isinstance(each, _Scores))
-        of, others = scores._of, [each for each in args if each is not scores]
+        name, scores = _name(func), next(tensor for tensor in args if isinstance(tensor, _Scores))
+        attention, other_args = scores._of, [tensor for tensor in args if tensor is not scores]
         if name in _PROPERTIES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if name in _UNCHANGED:
             return scores
-        if name in _PRODUCTS and of.is_normalized and args[0] is scores and _is_plain(others[0]):
-            value = others[0]
-            return scores._attend(of, value) if value.dim() == 4 else scores._attend(of, value.unsqueeze(0))[0]
+        if name in _PRODUCTS and attention.is_normalized and args[0] is scores and _is_plain(other_args[0]):
+            value = other_args[0]
+            return (
+                scores._attend(attention, value)
+                if value.dim() == 4
+                else scores._attend(attention, value.unsqueeze(0))[0]
+            )
         if name in ("view", "reshape"):
             with torch._C.DisableTorchFunctionSubclass():
                 shape = func(*args).shape
             if shape[-2:] == scores._shape[-2:]:  # heads and batch in one dimension or in two
-                return cls.standing_for(of, scores._attend, shape)
-        if name == "max" and _is_lowest(others[0]):
+                return cls.standing_for(attention, scores._attend, shape)
+        if name == "max" and _is_lowest(other_args[0]):
             return scores
         if name == "expand_as" and args[0] is not scores:
             return args[0]  # it is added, or hides keys, in any shape
-        if name == "softmax" and not of.is_normalized:
-            return cls.standing_for(attrs.evolve(of, is_normalized=True), scores._attend, scores._shape)
-        changed = None
-        if name in ("mul", "truediv", "div") and isinstance(others[0], int | float) and not of.is_normalized:
-            scale = of.scale * (others[0] if name == "mul" else 1 / others[0])
-            changed = attrs.evolve(of, scale=scale, scales_added=of.scales_added or bool(of.added))
-        elif not of.is_normalized and _is_plain(others[0]) and name in ("add", "mul", "masked_fill", "where"):
-            change = (name, tuple(None if each is scores else each for each in args))
-            changed = attrs.evolve(of, added=(*of.added, others[0]), changes=(*of.changes, change))
-        if changed is not None and func.__name__.endswith("_") and not func.__name__.endswith("__"):
-            scores._of = changed  # the caller keeps the tensor that it changed
+        if name == "softmax" and not attention.is_normalized:
+            return cls.standing_for(attrs.evolve(attention, is_normalized=True), scores._attend, scores._shape)
+        new_attention = None
+        if name in ("mul", "truediv", "div") and isinstance(other_args[0], int | float) and not attention.is_normalized:
+            scale = attention.scale * (other_args[0] if name == "mul" else 1 / other_args[0])
+            new_attention = attrs.evolve(
+                attention, scale=scale, scales_added=attention.scales_added or bool(attention.added)
+            )
+        elif (
+            not attention.is_normalized and _is_plain(other_args[0]) and name in ("add", "mul", "masked_fill", "where")
+        ):
+            change = (name, tuple(None if tensor is scores else tensor for tensor in args))
+            new_attention = attrs.evolve(
+                attention, added=(*attention.added, other_args[0]), changes=(*attention.changes, change)
+            )
+        if new_attention is not None and func.__name__.endswith("_") and not func.__name__.endswith("__"):
+            scores._of = new_attention  # the caller keeps the tensor that it changed
             return scores
-        if changed is not None:
-            return cls.standing_for(changed, scores._attend, scores._shape)
+        if new_attention is not None:
+            return cls.standing_for(new_attention, scores._attend, scores._shape)
         raise ModelError(f"a module computes {name!r} of its attention scores, which kvframe does not know")
 
 

@@ -18,7 +18,8 @@ from kvframe_transformers.calls import name_of_call, path_of
 from kvframe_transformers.compressors import describe_entries, find_compressor
 from kvframe_transformers.direct_recording import hides_keys_from_all
 from kvframe_transformers.encoders import attends_sparsely, computes_waves, counts_positions, has_table_of_waves
-from kvframe_transformers.indexers import ENTRY, IndexerKind, find_indexer, reads_choices
+from kvframe_transformers.indexer_kinds import IndexerKind, find_indexer, reads_choices
+from kvframe_transformers.indexers import ENTRY
 from kvframe_transformers.known_values import KnownValues
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
@@ -97,10 +98,12 @@ def sees_whole_prompts(model: nn.Module, layers: Sequence[LayerDescription]) -> 
     modules = dict(model.named_modules())
     whole = {layer.name: _sees_whole_prompts(modules[path_of(layer.name)]) for layer in layers if layer.query}
     if any(whole.values()) and not all(whole.values()):
-        one, other = (next(name for name, is_whole in whole.items() if is_whole is each) for each in (True, False))
+        whole_name, causal_name = (
+            next(name for name, is_whole in whole.items() if is_whole is sees_whole) for sees_whole in (True, False)
+        )
         raise ModelError(
-            f"layer {one!r} lets all tokens of a prompt see each other (use_bidirectional_attention), and layer "
-            f"{other!r} does not; kvframe serves models whose layers are alike in this"
+            f"layer {whole_name!r} lets all tokens of a prompt see each other (use_bidirectional_attention), and "
+            f"layer {causal_name!r} does not; kvframe serves models whose layers are alike in this"
         )
     return any(whole.values())
 
@@ -113,7 +116,9 @@ def _sees_whole_prompts(module: nn.Module) -> bool:
 def takes_positions(model: Any) -> bool:
     """Return whether a model takes positions, or passes its further arguments to a decoder that does."""
     parameters = inspect.signature(model.forward).parameters
-    if "position_ids" in parameters or not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    if "position_ids" in parameters or not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    ):
         return "position_ids" in parameters
     if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
         return False
@@ -127,7 +132,9 @@ def takes_decoder_positions(model: Any) -> bool:
     if "decoder_position_ids" in parameters:
         return True
     # A model of two models passes the arguments of the decoder on, without the prefix of their names.
-    if not hasattr(model.config, "decoder") or not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    if not hasattr(model.config, "decoder") or not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    ):
         return False
     return "position_ids" in inspect.signature(model.get_decoder().forward).parameters
 
@@ -170,50 +177,52 @@ class _Reader:
                 "attention interface, and none that keeps a state in transformers' cache, so nothing can be routed "
                 f"through kvframe{if_untested()}"
             )
-        served = {call.module for call in calls} | self._recording.index_keys.keys() | self._recording.compressed.keys()
+        served_modules = (
+            {call.module for call in calls} | self._recording.index_keys.keys() | self._recording.compressed.keys()
+        )
         for module in self._recording.ran:
-            kept = None if module in served else _KEEPS_STATE.search(_forward_source(type(module)))
-            if kept is not None and kept["update"].startswith("update_index"):
+            cache_update = None if module in served_modules else _KEEPS_STATE.search(_forward_source(type(module)))
+            if cache_update is not None and cache_update["update"].startswith("update_index"):
                 raise self._refusal(
                     module,
                     "is a sparse indexer: it caches keys of its own, and chooses by them the past tokens that "
                     "attention reads; no cache spec keeps such keys",
                 )
-            if kept is not None:
+            if cache_update is not None:
                 raise self._refusal(module, "keeps a cache of its own, outside of transformers' attention interface")
         producers: dict[tuple[int, int], str] = {}
         num_calls: dict[str, int] = {}
-        found: dict[str, LayerDescription] = {}
+        layers_by_name: dict[str, LayerDescription] = {}
         for call in calls:
             path = self._names[call.module]
             number = num_calls[path] = num_calls.get(path, 0) + 1
             if isinstance(call, RecordedState):
                 if number > 1:
                     raise self._refusal(call.module, "keeps a state more than once in a forward")
-                found[path] = self._describe_state(call, path)
+                layers_by_name[path] = self._describe_state(call, path)
                 continue
             if number > 1:
-                again = self._describe(call, path, None)
-                if again == found[path] and again.kind == "encoder_only":
+                second_layer = self._describe(call, path, None)
+                if second_layer == layers_by_name[path] and second_layer.kind == "encoder_only":
                     continue  # nothing outlives a call, so each call may be one of the same layer
-                if LATENT_KIND in (again.kind, found[path].kind):
+                if LATENT_KIND in (second_layer.kind, layers_by_name[path].kind):
                     raise self._refusal(call.module, "attends to latents more than once in a forward")
             name = name_of_call(path, number)
             # A layer that attends to the tensor objects of an earlier layer reads that layer's cache.
             producer = producers.setdefault(self._stored_by(call), name)
-            found[name] = self._describe(call, name, None if producer == name else producer)
+            layers_by_name[name] = self._describe(call, name, None if producer == name else producer)
             indexer = find_indexer(call.module)
             keys = None if indexer is None else self._recording.index_keys.get(indexer)
             if keys is not None:
                 entry = f"{name}/{ENTRY}"
-                found[entry] = LayerDescription(
+                layers_by_name[entry] = LayerDescription(
                     name=entry, kind="token_entries", options={"tensors": {ENTRY: keys}}, query={}, entry_of=name
                 )
             compressor = find_compressor(call.module)
             if compressor is not None:
                 entries = describe_entries(name, compressor, self._recording.compressed[compressor])
-                found |= {each.name: each for each in entries}
-        return tuple(found.values())
+                layers_by_name |= {entry.name: entry for entry in entries}
+        return tuple(layers_by_name.values())
 
     def _stored_by(self, call: RecordedCall) -> tuple[int, int]:
         """Return what identifies the tensors that a call's layer stores: keys and values, or latents."""
@@ -234,13 +243,13 @@ class _Reader:
         return kind.choice
 
     def _describe(self, call: RecordedCall, path: str, shares_with: str | None) -> LayerDescription:
-        unserved = [
+        problems = [
             name
             for name, value in call.inputs.items()
             if isinstance(value, torch.Tensor) and name not in _KNOWN_TENSORS
         ]
-        if unserved:
-            raise self._refusal(call.module, f"gets {unserved[0]!r} with its attention, which no cache spec knows")
+        if problems:
+            raise self._refusal(call.module, f"gets {problems[0]!r} with its attention, which no cache spec knows")
         try:
             bias = call.inputs.get("position_bias")
             if call.is_direct and bias is not None:
@@ -284,13 +293,13 @@ class _Reader:
     def _describe_state(self, call: RecordedState, path: str) -> LayerDescription:
         if not call.states:
             raise self._refusal(call.module, "keeps a state that transformers' cache does not show")
-        for what, value in [
+        for verb, value in [
             *((f"gets {name!r}", value) for name, value in call.inputs.items()),
             ("returns", call.output),
         ]:
             for tensor in value if isinstance(value, tuple) else (value,):
                 if isinstance(tensor, torch.Tensor) and tensor.shape[:2] != (1, PROBE_TOKENS):
-                    raise self._refusal(call.module, f"{what} a tensor without a row per token")
+                    raise self._refusal(call.module, f"{verb} a tensor without a row per token")
         options: dict[str, Any] = {}
         for kind in ("conv", "recurrent"):
             states = [state for name, state in call.states.items() if name.startswith(kind)]

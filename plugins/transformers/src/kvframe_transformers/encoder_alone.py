@@ -58,6 +58,6 @@ class EncoderAlone(TransformersModel):
             ModelError: It has not.
         """
         lengths = (5, 9)
-        found = [len(rows) for rows in run_packed([[1] * length for length in lengths])]
-        if [*lengths] != found:
-            raise ModelError(f"{self.description.name} gives {found} hidden states of texts of {[*lengths]} tokens")
+        num_rows = [len(rows) for rows in run_packed([[1] * length for length in lengths])]
+        if [*lengths] != num_rows:
+            raise ModelError(f"{self.description.name} gives {num_rows} hidden states of texts of {[*lengths]} tokens")

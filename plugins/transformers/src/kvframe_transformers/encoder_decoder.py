@@ -34,8 +34,8 @@ _CHECK_LENS = range(3, 24)
 def input_name_of(model: Any) -> str:
     """Return the name of the argument for the encoder's input: the encoder's own one if it takes not the model's."""
     name, encoder = model.main_input_name, model.get_encoder()
-    own = getattr(encoder, "main_input_name", name)
-    return str(name if name in inspect.signature(encoder.forward).parameters else own)
+    encoder_input = getattr(encoder, "main_input_name", name)
+    return str(name if name in inspect.signature(encoder.forward).parameters else encoder_input)
 
 
 class EncoderDecoderModel(TransformersModel):
@@ -99,9 +99,9 @@ class EncoderDecoderModel(TransformersModel):
         name, takes = self.description.name, self._input_name
         reads_ids = takes == "input_ids"
         if value is None:
-            what = "text or token ids" if reads_ids else f"features ({takes})"
+            expected_input = "text or token ids" if reads_ids else f"features ({takes})"
             raise RequestError(
-                f"{name} needs an input for its encoder: Prompt(encoder=…) with {what}", code="missing_input"
+                f"{name} needs an input for its encoder: Prompt(encoder=…) with {expected_input}", code="missing_input"
             )
         if not reads_ids:
             if isinstance(value, str | list | tuple):
@@ -125,20 +125,20 @@ class EncoderDecoderModel(TransformersModel):
             ModelError: The configs name no start token, or there is a text and no tokenizer.
         """
         generation, config = self.model.generation_config, self.model.config
-        named = (
+        candidates = (
             generation.decoder_start_token_id,
             getattr(config, "decoder_start_token_id", None),
             generation.bos_token_id,
         )
-        start = next((token for token in named if isinstance(token, int)), None)
+        start = next((token for token in candidates if isinstance(token, int)), None)
         if start is None:
             return super().start_token_ids(text)
         if text is not None:
             if self.tokenizer is None:
                 raise self._no_tokenizer()
             return [start, *self.tokenizer(text, add_special_tokens=False)["input_ids"]]
-        forced = generation.forced_bos_token_id
-        return [start] if forced is None else [start, forced]
+        forced_token = generation.forced_bos_token_id
+        return [start] if forced_token is None else [start, forced_token]
 
     def compute_inputs(self, inputs: Mapping[str, Sequence[ModelInput]]) -> None:
         """Encode new inputs, those of equal shape together, for the ``forward`` that follows.
@@ -151,20 +151,22 @@ class EncoderDecoderModel(TransformersModel):
 
     def _encode(self, inputs: Sequence[ModelInput]) -> list[torch.Tensor]:
         """Return the encoder's states of each input, ``[num_tokens, hidden_size]``."""
-        states: list[Any] = [each.data.states if isinstance(each.data, EncoderStates) else None for each in inputs]
-        alike: dict[torch.Size, list[int]] = {}
-        for index, each in enumerate(inputs):
+        states: list[Any] = [
+            model_input.data.states if isinstance(model_input.data, EncoderStates) else None for model_input in inputs
+        ]
+        indices_by_shape: dict[torch.Size, list[int]] = {}
+        for index, model_input in enumerate(inputs):
             if states[index] is None:
-                alike.setdefault(each.data.shape, []).append(index)
+                indices_by_shape.setdefault(model_input.data.shape, []).append(index)
         assert self._mode is not None
         with torch.inference_mode(), self._mode.off():
-            for indices in alike.values():
+            for indices in indices_by_shape.values():
                 batch = torch.stack([inputs[index].data for index in indices]).to(self.model.device)
                 batch = batch.to(self.model.dtype) if batch.is_floating_point() else batch
                 choose_attention_anew(self._encoder)
                 output = self._encoder(**{self._input_name: batch}).last_hidden_state
-                for index, one in zip(indices, output, strict=True):
-                    states[index] = one
+                for index, input_states in zip(indices, output, strict=True):
+                    states[index] = input_states
         return states
 
     def _num_tokens_of(self, shape: torch.Size) -> int:

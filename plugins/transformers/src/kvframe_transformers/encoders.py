@@ -95,8 +95,8 @@ def generates(config: Any) -> bool:
 
 
 def _bodies_of(config: Any) -> tuple[Any, ...]:
-    found = _Body._model_mapping[type(config)]
-    return tuple(found) if isinstance(found, tuple | list) else (found,)
+    body_class = _Body._model_mapping[type(config)]
+    return tuple(body_class) if isinstance(body_class, tuple | list) else (body_class,)
 
 
 class BodyLoader:
@@ -154,15 +154,17 @@ def find_first_position(model: PreTrainedModel) -> int:
     padding = text_attribute(model.config, "pad_token_id")
     token = 0 if padding != 0 else 1
     ids = torch.full((1, _PROBE_TOKENS), token, device=model.device)
-    with torch.inference_mode(), _lookups(model) as seen:
+    with torch.inference_mode(), _lookups(model) as lookups:
         model(input_ids=ids)
-    counted = torch.arange(_PROBE_TOKENS)
-    found = [(table, int(ids[0])) for table, ids in seen if torch.equal(ids - ids[0], counted)]
+    counting = torch.arange(_PROBE_TOKENS)
+    first_rows = [(table, int(ids[0])) for table, ids in lookups if torch.equal(ids - ids[0], counting)]
     unused = num_unused_positions(model)
-    first = found[0][1] if found else unused if any(map(has_table_of_waves, model.modules())) else 0
+    first = first_rows[0][1] if first_rows else unused if any(map(has_table_of_waves, model.modules())) else 0
     length = getattr(model.config, "max_position_embeddings", None)
     # A table may have as many more rows as positions begin later (Nystromformer).
-    is_longer = bool(found) and unused == 0 and length is not None and found[0][0].weight.shape[0] >= first + length
+    is_longer = (
+        bool(first_rows) and unused == 0 and length is not None and first_rows[0][0].weight.shape[0] >= first + length
+    )
     if first != unused and not is_longer:
         raise ModelError(
             f"{type(model).__name__} counts positions from {first}, and its table has {unused} rows before the first "
@@ -174,16 +176,16 @@ def find_first_position(model: PreTrainedModel) -> int:
 @contextmanager
 def _lookups(model: nn.Module) -> Iterator[list[tuple[Any, torch.Tensor]]]:
     """Collect the tables that are read for one prompt, each with its indices, ``[num_tokens], int64, host``."""
-    seen: list[tuple[Any, torch.Tensor]] = []
+    lookups: list[tuple[Any, torch.Tensor]] = []
 
     def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].numel() == _PROBE_TOKENS:
-            seen.append((module, inputs[0].reshape(-1).cpu()))
+            lookups.append((module, inputs[0].reshape(-1).cpu()))
 
     tables = [module for module in model.modules() if _is_table(module)]
     handles = [table.register_forward_pre_hook(note) for table in tables]
     try:
-        yield seen
+        yield lookups
     finally:
         for handle in handles:
             handle.remove()

@@ -66,21 +66,21 @@ def sampling_of(config: Mapping[str, Any], eos_token_ids: frozenset[int]) -> dic
         config: The generation config.
         eos_token_ids: The ids that end a request: no list of bad words bans them.
     """
-    named = {name: config[name] for name in _PROCESSORS if config.get(name) is not None}
+    processors = {name: config[name] for name in _PROCESSORS if config.get(name) is not None}
     words = config.get("bad_words_ids")
     if isinstance(words, list):
         words = [word for word in words if not (isinstance(word, list) and len(word) == 1 and word[0] in eos_token_ids)]
     if words:
-        named["bad_words_ids"] = words
+        processors["bad_words_ids"] = words
     if not config.get("do_sample"):
-        return named
+        return processors
     for name, usual in _WARPERS.items():
         value = config.get(name)
-        named[name] = usual if value is None else value
+        processors[name] = usual if value is None else value
     # Some checkpoints write -1 for all tokens.
-    if named["top_k"] == -1:
-        named["top_k"] = 0
-    return named
+    if processors["top_k"] == -1:
+        processors["top_k"] = 0
+    return processors
 
 
 def warn_of_others(config: Mapping[str, Any], name: str) -> None:
@@ -90,10 +90,10 @@ def warn_of_others(config: Mapping[str, Any], name: str) -> None:
         config: The generation config.
         name: The model's name.
     """
-    others = [
+    other_keys = [
         f"{key} = {value!r:.60}"
         for key, neutral in _OTHERS.items()
         if (value := config.get(key)) is not None and value not in neutral
     ]
-    if others:
-        _log.warning("%s: its generation config has entries that are not served: %s", name, ", ".join(others))
+    if other_keys:
+        _log.warning("%s: its generation config has entries that are not served: %s", name, ", ".join(other_keys))

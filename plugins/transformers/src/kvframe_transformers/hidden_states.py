@@ -11,14 +11,14 @@ from torch import nn
 class HiddenStates:
     """A hook on a module. A compiled model runs it as part of its graph, if it was made before the compilation."""
 
-    def __init__(self, module: nn.Module, *, of_output: bool) -> None:
+    def __init__(self, module: nn.Module, *, takes_output: bool) -> None:
         """Hook a module.
 
         Args:
             module: The model's head, or the model without its head.
-            of_output: Whether its output is noted, as of the model without its head, and not its input.
+            takes_output: Whether its output is noted, as of the model without its head, and not its input.
         """
-        self._of_output = of_output
+        self._of_output = takes_output
         self._rows: torch.Tensor | None = None
         self._handle = module.register_forward_hook(self._note)
 

@@ -12,11 +12,11 @@ IMPLEMENTATION = "_attn_implementation_internal"
 
 def configs_of(model: nn.Module) -> list[Any]:
     """Return every config that a module of ``model`` reads its attention implementation from, each once."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     while pending:
         config = pending.pop()
-        if id(config) not in found and IMPLEMENTATION in getattr(config, "__dict__", ()):
-            found[id(config)] = config
+        if id(config) not in configs and IMPLEMENTATION in getattr(config, "__dict__", ()):
+            configs[id(config)] = config
             pending += [getattr(config, key) for key in config.sub_configs]
-    return list(found.values())
+    return list(configs.values())

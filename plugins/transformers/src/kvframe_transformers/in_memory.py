@@ -54,10 +54,10 @@ def build_like(model: PreTrainedModel, config: Any) -> PreTrainedModel:
     make: Any = type(model)
     try:
         with quiet(), torch.device("meta"):
-            built: PreTrainedModel = make._from_config(copy.deepcopy(config)).eval()
+            model_copy: PreTrainedModel = make._from_config(copy.deepcopy(config)).eval()
     except Exception as error:  # a class of the user may raise anything
         raise ModelError(f"no {make.__name__} can be built from its own config: {one_sentence(error)}") from error
-    return built
+    return model_copy
 
 
 def generation_eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -12,98 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
 
 from kvframe.contract import AttachedEntry, ChosenTokens, EntryStep, LayerDescription, ModelError, NewTokens
+from kvframe_transformers.indexer_kinds import IndexerKind, find_indexer
 from kvframe_transformers.names import if_untested
-from kvframe_transformers.states import CACHE_NAMES, names_of
+from kvframe_transformers.states import CACHE_NAMES
 
 ENTRY = "index_keys"
 """The name of the entry in which a layer keeps the keys of its indexer, and of the tensor in it."""
 
 _FROM_CHOICE = "build_attention_mask_from_topk"
 """The method by which some attention modules make a mask of the chosen tokens."""
-
-
-@attrs.frozen
-class IndexerKind:
-    """How an indexer is called, and what it returns.
-
-    Attributes:
-        max_chosen: The most tokens or blocks that it chooses for a query.
-        block_size: Tokens of a chosen block; 1 for tokens.
-        num_choosers: Its choices for each query.
-        mask_dims: The dimensions of the mask that it takes: 2 for a row per token, 3 or 4 for a row per query and a
-            column per key; 0 for none.
-        returns_mask: Whether it returns a mask, and not indices.
-    """
-
-    max_chosen: int
-    block_size: int = 1
-    num_choosers: int = 1
-    mask_dims: int = 3
-    returns_mask: bool = False
-
-    @classmethod
-    def of(cls, module: Any) -> IndexerKind | None:
-        """Return the kind of an indexer by its own numbers; None if they are others."""
-        numbers = vars(module)
-        if {"token_budget", "compress_ratio"} <= numbers.keys():
-            return cls(module.token_budget + module.compress_ratio - 1, mask_dims=4, returns_mask=True)
-        if {"topk_blocks", "block_size", "num_heads"} <= numbers.keys():
-            return cls(module.topk_blocks, module.block_size, module.num_heads, mask_dims=0)
-        if {"index_topk", "index_kpool"} <= numbers.keys():
-            tail = module.index_kpool - 1 if module.index_kpool_always_select_tail else 0
-            return cls(module.index_topk + tail, mask_dims=2)
-        return cls(module.index_topk) if "index_topk" in numbers else None
-
-    @property
-    def choice(self) -> dict[str, int]:
-        """The field ``choice`` of the query side of layers that read what it chooses."""
-        fields = {"max_chosen": self.max_chosen, "block_size": self.block_size, "num_choosers": self.num_choosers}
-        return {name: number for name, number in fields.items() if name == "max_chosen" or number != 1}
-
-    def empty(self, num_tokens: int, device: torch.device) -> torch.Tensor:
-        """Return a result without values: ``[1, num_tokens, max_chosen]``, or as the module's own is laid out."""
-        if self.returns_mask:
-            return torch.ones(1, 1, num_tokens, num_tokens, dtype=torch.bool, device=device)
-        if self.block_size > 1:
-            return torch.empty(1, self.num_choosers, num_tokens, self.max_chosen, dtype=torch.int64, device=device)
-        return torch.empty(1, num_tokens, self.max_chosen, dtype=torch.int32, device=device)
-
-    @property
-    def takes_batches(self) -> bool:
-        """Whether it takes several sequences, whose keys are followed by others that their queries do not see."""
-        return not self.returns_mask and self.mask_dims != 2
-
-    def mask(self, positions: torch.Tensor, num_keys: int) -> torch.Tensor | None:
-        """Return a mask, True for what queries see; None if it takes none.
-
-        Args:
-            positions: ``[num_requests, num_queries], device``: those of the queries.
-            num_keys: Keys of the longest request.
-        """
-        if not self.mask_dims:
-            return None
-        if self.mask_dims == 2:
-            return torch.ones_like(positions, dtype=torch.bool)
-        seen = torch.arange(num_keys, device=positions.device) <= positions[..., None]
-        return seen if self.mask_dims == 3 else seen.unsqueeze(1)
-
-    def indices(self, result: torch.Tensor) -> torch.Tensor:
-        """Return what is chosen, ``[num_requests, num_new, num_choosers, at most max_chosen], int32``; -1 for none."""
-        if self.block_size > 1:
-            return result.transpose(1, 2).int()
-        if not self.returns_mask:
-            return result.unsqueeze(2).int()
-        chosen = result[:, 0]
-        num_keys = chosen.shape[-1]
-        positions = torch.arange(num_keys, device=chosen.device, dtype=torch.int32).expand_as(chosen)
-        # The chosen ones come first, because the others are larger than any position.
-        first = positions.masked_fill(~chosen, num_keys).sort(-1).values[..., : self.max_chosen]
-        return first.masked_fill(first == num_keys, -1).unsqueeze(2)
 
 
 class IndexerCall:
@@ -127,9 +48,9 @@ class IndexerCall:
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call."""
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return dict(bound.arguments)
+        bound_arguments = self._signature.bind(*args, **kwargs)
+        bound_arguments.apply_defaults()
+        return dict(bound_arguments.arguments)
 
 
 class IndexCache:
@@ -223,15 +144,17 @@ class IndexDriver:
         """Return what the step's queries read, for the arguments of a packed call."""
         step, arguments = self._entry.step, self._call.bind(args, kwargs)
         tokens = next(iter(arguments.values()))
-        alike: dict[Any, list[NewTokens]] = {}
+        requests_by_length: dict[Any, list[NewTokens]] = {}
         for new in step.requests:
-            alike.setdefault(new.stop - new.first if self.kind.takes_batches else (new.request,), []).append(new)
-        parts = [(some, self._choose_for(step, some, arguments)) for some in alike.values()]
+            requests_by_length.setdefault(
+                new.stop - new.first if self.kind.takes_batches else (new.request,), []
+            ).append(new)
+        parts = [(requests, self._choose_for(step, requests, arguments)) for requests in requests_by_length.values()]
         width = max((part.shape[-1] for _, part in parts), default=1)
         indices = tokens.new_full((tokens.shape[1], self.kind.num_choosers, width), -1, dtype=torch.int32)
-        for some, part in parts:
-            for new, chosen in zip(some, part, strict=True):
-                indices[new.rows, :, : part.shape[-1]] = chosen
+        for requests, part in parts:
+            for new, request_choice in zip(requests, part, strict=True):
+                indices[new.rows, :, : part.shape[-1]] = request_choice
         return ChosenTokens(indices, self.kind.block_size)
 
     def nothing(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ChosenTokens:
@@ -240,27 +163,27 @@ class IndexDriver:
         empty = tokens.new_full((tokens.shape[1], self.kind.num_choosers, 1), -1, dtype=torch.int32)
         return ChosenTokens(empty, self.kind.block_size)
 
-    def _choose_for(self, step: EntryStep, some: Sequence[NewTokens], arguments: Mapping[str, Any]) -> torch.Tensor:
+    def _choose_for(self, step: EntryStep, requests: Sequence[NewTokens], arguments: Mapping[str, Any]) -> torch.Tensor:
         """Return what requests with equally many new tokens read, ``[num_requests, num_new, num_choosers, …]``."""
-        lengths, num_queries = [new.stop for new in some], some[0].stop - some[0].first
+        lengths, num_queries = [new.stop for new in requests], requests[0].stop - requests[0].first
         longest, device = max(lengths), arguments_device(arguments)
 
         def update(keys: torch.Tensor) -> torch.Tensor:
-            for new, own_keys in zip(some, keys, strict=True):
+            for new, own_keys in zip(requests, keys, strict=True):
                 step.write(new.rows, **{ENTRY: own_keys})
-            return step.read_together([new.request for new in some])[ENTRY]
+            return step.read_together([new.request for new in requests])[ENTRY]
 
-        own = {name: rows_of(value, [new.rows for new in some]) for name, value in arguments.items()}
-        own[self._call.cache] = IndexCache(update, lambda: longest)
+        request_arguments = {name: rows_of(value, [new.rows for new in requests]) for name, value in arguments.items()}
+        request_arguments[self._call.cache] = IndexCache(update, lambda: longest)
         # The positions of the queries, and the keys that each of them sees.
-        positions = torch.tensor([new.first for new in some], device=device)[:, None]
+        positions = torch.tensor([new.first for new in requests], device=device)[:, None]
         positions = positions + torch.arange(num_queries, device=device)
-        if "attention_mask" in own:
-            own["attention_mask"] = self.kind.mask(positions, longest)
+        if "attention_mask" in request_arguments:
+            request_arguments["attention_mask"] = self.kind.mask(positions, longest)
         if self._rotary is not None:
             full = torch.arange(longest, device=device).view(1, 1, -1).expand(3, 1, -1)
-            own["position_embeddings"] = self._rotary(next(iter(own.values())), full)
-        indices = self.kind.indices(self._forward(**own))
+            request_arguments["position_embeddings"] = self._rotary(next(iter(request_arguments.values())), full)
+        indices = self.kind.indices(self._forward(**request_arguments))
         # With fewer live tokens than are chosen, the rest are later ones.
         last = positions.div(self.kind.block_size, rounding_mode="floor")
         return indices.masked_fill(indices > last[..., None, None], -1)
@@ -278,7 +201,7 @@ def rows_of(value: Any, rows: Sequence[slice]) -> Any:
     They are ``[num_requests, num_rows, …]``.
     """
     if isinstance(value, tuple):
-        return tuple(rows_of(each, rows) for each in value)
+        return tuple(rows_of(item, rows) for item in value)
     if not isinstance(value, torch.Tensor) or value.ndim < 2:
         return value
     return torch.cat([value[:, part] for part in rows]) if len(rows) > 1 else value[:, rows[0]]
@@ -325,12 +248,12 @@ class Indexers:
 
     def _choosing(self, attention: nn.Module, driver: IndexDriver) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-            chosen = self.chosen[attention] = (
+            choice = self.chosen[attention] = (
                 driver.nothing(args, kwargs) if self._is_noting else driver.choose(args, kwargs)
             )
             if driver.kind.returns_mask:
-                return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=chosen.indices.device)
-            indices = chosen.indices.transpose(0, 1)  # [num_choosers, num_tokens, …]
+                return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=choice.indices.device)
+            indices = choice.indices.transpose(0, 1)  # [num_choosers, num_tokens, …]
             return indices.unsqueeze(0) if driver.kind.block_size > 1 else indices
 
         return run
@@ -355,47 +278,23 @@ class Indexers:
         for module in self._masking:
             vars(module).pop(_FROM_CHOICE, None)
 
-    def read_by(self, attention: nn.Module, given: Any, block_size: int) -> ChosenTokens:
+    def read_by(self, attention: nn.Module, passed_indices: Any, block_size: int) -> ChosenTokens:
         """Return what an attention module reads: what its own indexer chose, or an earlier one.
 
         Args:
             attention: The module.
-            given: What came with its call: ``[1, num_tokens, max_chosen]``.
+            passed_indices: What came with its call: ``[1, num_tokens, max_chosen]``.
             block_size: Tokens of a chosen block.
 
         Raises:
             ModelError: Nothing came with its call.
         """
-        own = self.chosen.get(attention)
-        if own is not None:
-            return own
-        if not isinstance(given, torch.Tensor) or given.ndim != 3:
+        own_choice = self.chosen.get(attention)
+        if own_choice is not None:
+            return own_choice
+        if not isinstance(passed_indices, torch.Tensor) or passed_indices.ndim != 3:
             raise ModelError(f"{type(attention).__name__} reads chosen tokens, and got none with its call")
-        return ChosenTokens(given[0].unsqueeze(1).int(), block_size)
-
-
-def find_indexer(attention: nn.Module) -> nn.Module | None:
-    """Return the indexer of an attention module; None if it has none."""
-    indexer = getattr(attention, "indexer", None)
-    return indexer if isinstance(indexer, nn.Module) else None
-
-
-def keeps_index_keys(module: nn.Module) -> bool:
-    """Return whether a module is an indexer of a known kind, which keeps keys in transformers' cache."""
-    return IndexerKind.of(module) is not None and bool(names_of(type(module)) & {"update_indexer", "update_index"})
-
-
-def reads_choices(attention: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return whether an attention module reads chosen tokens: of its own indexer, or of an earlier layer's.
-
-    Args:
-        attention: The module.
-        inputs: What came with its call.
-    """
-    indexer = find_indexer(attention)
-    if indexer is not None and keeps_index_keys(indexer):
-        return True
-    return getattr(attention, "skip_topk", False) is True or inputs.get("indices") is not None
+        return ChosenTokens(passed_indices[0].unsqueeze(1).int(), block_size)
 
 
 def _rotary_above(path: str, modules: Mapping[str, nn.Module]) -> nn.Module:

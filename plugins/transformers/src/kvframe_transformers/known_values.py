@@ -56,20 +56,20 @@ class KnownValues(TorchDispatchMode):
     ) -> Any:
         """Run an operation, and compute its values if all that it takes is known."""
         result = func(*args, **(kwargs or {}))
-        inputs = [each for each in tree_leaves((args, kwargs or {})) if isinstance(each, torch.Tensor)]
-        outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.is_meta]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
         if not outputs:
             return result
         is_computed = func not in _WITHOUT_VALUES and torch.Tag.nondeterministic_seeded not in func.tags
-        is_known = is_computed and all(self.value_of(each) is not None for each in inputs)
-        if is_known and all(each.numel() <= _MAX_NUMBERS for each in outputs):
+        is_known = is_computed and all(self.value_of(leaf) is not None for leaf in inputs)
+        if is_known and all(leaf.numel() <= _MAX_NUMBERS for leaf in outputs):
             known_args, known_kwargs = tree_map(self._known, (args, dict(kwargs or {})))
             values = tree_leaves(func(*known_args, **known_kwargs))
             for output, value in zip(outputs, values, strict=True):
                 self._keep(output, value)
         elif func._schema.is_mutable:
-            for each in outputs:  # what it changes, it returns
-                self.copies.pop(each.untyped_storage()._cdata, None)
+            for leaf in outputs:  # what it changes, it returns
+                self.copies.pop(leaf.untyped_storage()._cdata, None)
         return result
 
     def _known(self, value: Any) -> Any:
@@ -105,12 +105,15 @@ def visible_keys(changes: Sequence[Change], values: KnownValues, num_tokens: int
     before = torch.tensor([0.25, -0.5]).view(2, 1, 1, 1)
     after = before.expand(2, 1, 1, num_tokens)
     for name, args in changes:
-        known = [_row(values.value_of(each), query) if isinstance(each, torch.Tensor) else each for each in args]
-        if name in ("where", "masked_fill") and known[-1] is None and args[-1] is not None and not args[-1].dim():
-            known[-1] = torch.tensor(float("-inf"))  # a number that replaces scores is the lowest one
-        if any(value is None and own is not None for value, own in zip(known, args, strict=True)):
+        mask_rows = [
+            _row(values.value_of(argument), query) if isinstance(argument, torch.Tensor) else argument
+            for argument in args
+        ]
+        if name in ("where", "masked_fill") and mask_rows[-1] is None and args[-1] is not None and not args[-1].dim():
+            mask_rows[-1] = torch.tensor(float("-inf"))  # a number that replaces scores is the lowest one
+        if any(value is None and argument_row is not None for value, argument_row in zip(mask_rows, args, strict=True)):
             return None
-        inputs = [after if own is None else value for value, own in zip(known, args, strict=True)]
+        inputs = [after if argument_row is None else value for value, argument_row in zip(mask_rows, args, strict=True)]
         try:
             after = getattr(torch, name)(*inputs)
         except (RuntimeError, TypeError):

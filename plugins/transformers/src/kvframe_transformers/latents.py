@@ -53,13 +53,13 @@ class Expansion:
 
 
 @contextmanager
-def noting_expansions(model: nn.Module, found: dict[nn.Module, Expansion]) -> Iterator[None]:
+def noting_expansions(model: nn.Module, expansions: dict[nn.Module, Expansion]) -> Iterator[None]:
     """Record the last call of ``expand_kv`` of each module of ``model`` inside the block."""
 
     def noting(module: nn.Module, expand: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            key, value = expand(latents, rotated)
-            found[module] = Expansion(latents, rotated, key, value)
+        def noted(latents: torch.Tensor, rotated_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            key, value = expand(latents, rotated_keys)
+            expansions[module] = Expansion(latents, rotated_keys, key, value)
             return key, value
 
         return noted
@@ -96,7 +96,7 @@ class Latents:
     def switch_on(self) -> None:
         """Make every module pass its latents to its attention unchanged."""
         for module in self._modules.values():
-            setattr(module, _EXPAND, lambda latents, rotated: (latents, rotated))
+            setattr(module, _EXPAND, lambda latents, rotated_keys: (latents, rotated_keys))
 
     def switch_off(self) -> None:
         """Restore every module's own expansion. Safe to call twice."""
@@ -137,13 +137,13 @@ def _expands_by(module: Any, kv_up: torch.Tensor, nope_size: int, rope_size: int
     def draw(size: int) -> torch.Tensor:
         return torch.randn(1, 1, _CHECKED_TOKENS, size, generator=generator).to(kv_up)
 
-    latents, rotated = draw(kv_up.shape[2]), draw(rope_size)
+    latents, rotated_keys = draw(kv_up.shape[2]), draw(rope_size)
     with torch.inference_mode():
-        found = torch.cat([tensor.flatten() for tensor in module.expand_kv(latents, rotated)])
+        expansion = torch.cat([tensor.flatten() for tensor in module.expand_kv(latents, rotated_keys)])
         nope, value = (latents @ kv_up.transpose(1, 2)).tensor_split([nope_size], dim=-1)
-        key = torch.cat([nope, rotated.expand(-1, len(kv_up), -1, -1)], dim=-1)
-        expected = torch.cat([key.flatten(), value.flatten()])
-        if found.shape != expected.shape:
+        key = torch.cat([nope, rotated_keys.expand(-1, len(kv_up), -1, -1)], dim=-1)
+        expected_expansion = torch.cat([key.flatten(), value.flatten()])
+        if expansion.shape != expected_expansion.shape:
             return False
-        allowed = torch.finfo(kv_up.dtype).eps ** 0.5 * expected.abs().max()
-        return bool((found - expected).abs().max() <= allowed)
+        bound = torch.finfo(kv_up.dtype).eps ** 0.5 * expected_expansion.abs().max()
+        return bool((expansion - expected_expansion).abs().max() <= bound)

@@ -53,12 +53,12 @@ def classify_mask(
     starts: dict[int, int] = {}
     runs: dict[int, tuple[int, int]] = {}
     for query in _query_positions(total, around):
-        seen = _visible(mask_function, query, total)
-        if seen is None and local_size is not None and local_size == chunk_size:
+        visible = _visible(mask_function, query, total)
+        if visible is None and local_size is not None and local_size == chunk_size:
             return MaskKind("chunked_local", {"chunk": local_size})
-        if seen is None:
+        if visible is None:
             return MaskKind(None, why="has a mask that depends on the model's inputs")
-        first, stop, count = seen
+        first, stop, count = visible
         if count == stop - first and first <= query < stop:
             runs[query] = first, stop
         elif stop > query + 1:
@@ -103,17 +103,17 @@ def sees_all(mask_function: MaskFunction, num_keys: int) -> bool:
 
 
 def _query_positions(total: int, around: int) -> Iterable[int]:
-    fixed = (0, 1, 2, 3, 7, 16, 17, 63, 64, total // 2, total // 2 + 1, total - 1)
+    fixed_positions = (0, 1, 2, 3, 7, 16, 17, 63, 64, total // 2, total // 2 + 1, total - 1)
     local = (around - 1, around, around + 1, 2 * around - 1, 2 * around, 3 * around + 1)
-    return sorted({query for query in fixed + local if 0 <= query < total})
+    return sorted({query for query in fixed_positions + local if 0 <= query < total})
 
 
 def _visible(mask_function: MaskFunction, query: int, total: int) -> tuple[int, int, int] | None:
     """Return the first visible key, the one after the last, and the number of visible keys; None if unknown."""
     zero = torch.tensor(0)
     try:
-        seen = mask_function(zero, zero, torch.tensor(query), torch.arange(total))
-        keys = torch.as_tensor(seen).broadcast_to(total).nonzero()
+        visible = mask_function(zero, zero, torch.tensor(query), torch.arange(total))
+        keys = torch.as_tensor(visible).broadcast_to(total).nonzero()
     except (RuntimeError, NotImplementedError, IndexError):  # it indexes tensors of the model, which have no data
         return None
     if not len(keys):

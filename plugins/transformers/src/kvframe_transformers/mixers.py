@@ -67,12 +67,12 @@ class MixerDriver:
         """
         self._name = name
         self._module = module
-        own = None if is_mixer(module) else forward_with_states(module)
-        call = MixerCall.of(module) if own is None else MixerCall.with_own_states(module)
+        own_states_forward = None if is_mixer(module) else forward_with_states(module)
+        call = MixerCall.of(module) if own_states_forward is None else MixerCall.with_own_states(module)
         if call is None:
             raise self._refusal("takes no cache for the state that it keeps")
         self._call = call
-        self._forward = own or forward
+        self._forward = own_states_forward or forward
         self._layer = layer
         if all(pages.device.type == "cpu" for pages in layer.pages.values()):
             _kernels_log.addFilter(_is_of_use_on_cpu)
@@ -101,10 +101,10 @@ class MixerDriver:
         """
         generator = torch.Generator().manual_seed(0)
 
-        def random(noted: torch.Tensor) -> torch.Tensor:
-            if not noted.is_floating_point():  # positions
-                return torch.arange(_CHECK_TOKENS, dtype=noted.dtype, device=noted.device).unsqueeze(0)
-            return torch.randn(1, _CHECK_TOKENS, *noted.shape[2:], generator=generator).to(noted)
+        def random(noted_tensor: torch.Tensor) -> torch.Tensor:
+            if not noted_tensor.is_floating_point():  # positions
+                return torch.arange(_CHECK_TOKENS, dtype=noted_tensor.dtype, device=noted_tensor.device).unsqueeze(0)
+            return torch.randn(1, _CHECK_TOKENS, *noted_tensor.shape[2:], generator=generator).to(noted_tensor)
 
         with self._serving_cache():
             self._check(_each(self._noted, random))
@@ -162,7 +162,10 @@ class MixerDriver:
         step = PagedStep.of(self._module) if self._is_its_own and kernels_run_on(device) else None
         if step is None:
             return None
-        befores = [self._first_half(each).named() for each in (inputs, _each(inputs, lambda tensor: tensor.flip(1)))]
+        befores = [
+            self._first_half(half_inputs).named()
+            for half_inputs in (inputs, _each(inputs, lambda tensor: tensor.flip(1)))
+        ]
         index = torch.arange(4, device=device)
         # One state is written to another page, and one to its own page.
         part = StateRound(index[:2], index[1:3], index[:2] * 0, index[[3, 2]], index[:2] * 0)
@@ -171,13 +174,13 @@ class MixerDriver:
             for name, first, second in ((name, befores[0][name], befores[1][name]) for name in befores[0])
         }
         pages = {name: tensor.to(self._layer.pages[name].dtype) for name, tensor in pages.items()}
-        others = {name: tensor.clone() for name, tensor in pages.items()}
+        page_copies = {name: tensor.clone() for name, tensor in pages.items()}
         tokens = _each(inputs, lambda tensor: tensor[:, :2].transpose(0, 1))
         output = _join(self._round_of(part, tokens, pages))
         try:
-            found = _join(step(part, others, self._numbers, lambda view: self._arguments(tokens, view)))
-            differences = [relative_difference(found, output)]
-            differences += [relative_difference(others[name], tensor) for name, tensor in pages.items()]
+            step_output = _join(step(part, page_copies, self._numbers, lambda view: self._arguments(tokens, view)))
+            differences = [relative_difference(step_output, output)]
+            differences += [relative_difference(page_copies[name], tensor) for name, tensor in pages.items()]
         except Exception as error:  # Triton or another kind of forward may raise anything; the mixer runs without it
             _log.warning("%s is computed without kernels for its states: %s", self._name, error)
             return None
@@ -189,15 +192,18 @@ class MixerDriver:
         return step
 
     def _check_planned(self, states: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-        found = {key: (tuple(state.shape[1:]), state.dtype) for key, state in states.items()}
-        planned = {key: (tuple(pages.shape[2:]), pages.dtype) for key, pages in self._layer.pages.items()}
+        own_states = {key: (tuple(state.shape[1:]), state.dtype) for key, state in states.items()}
+        planned_states = {key: (tuple(pages.shape[2:]), pages.dtype) for key, pages in self._layer.pages.items()}
         if dtype == torch.float64:  # states that are usually float32 stay so in pages
-            found, planned = ({key: (shape, dtype) for key, (shape, _) in each.items()} for each in (found, planned))
-        if found != planned:
+            own_states, planned_states = (
+                {key: (shape, dtype) for key, (shape, _) in states_by_key.items()}
+                for states_by_key in (own_states, planned_states)
+            )
+        if own_states != planned_states:
             raise ModelError(
-                f"layer {self._name!r} ({type(self._module).__name__}) keeps {_in_words(found)}, and was planned with "
-                f"{_in_words(planned)}; its checkpoint and its config do not belong together, or a rule of the stack "
-                "gives it shapes or dtypes that it does not have"
+                f"layer {self._name!r} ({type(self._module).__name__}) keeps {_in_words(own_states)}, and was planned "
+                f"with {_in_words(planned_states)}; its checkpoint and its config do not belong together, or a rule of "
+                "the stack gives it shapes or dtypes that it does not have"
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Output:
@@ -209,14 +215,14 @@ class MixerDriver:
             return output
         whole: Output | None = None
         for part in step.rounds:
-            found = self._round(part, _each(inputs, _rows(part.rows)))
-            whole = _empty_output(found, num_tokens) if whole is None else whole
-            for target, new in zip(_tensors(whole), _tensors(found), strict=True):
+            round_output = self._round(part, _each(inputs, _rows(part.rows)))
+            whole = _empty_output(round_output, num_tokens) if whole is None else whole
+            for target, new in zip(_tensors(whole), _tensors(round_output), strict=True):
                 target[0].index_copy_(0, part.rows, new[:, 0])
         for run in step.runs:
-            found = self._sequence(run, _each(inputs, _within(run.start, run.stop)))
-            whole = _empty_output(found, num_tokens) if whole is None else whole
-            for target, new in zip(_tensors(whole), _tensors(found), strict=True):
+            output = self._sequence(run, _each(inputs, _within(run.start, run.stop)))
+            whole = _empty_output(output, num_tokens) if whole is None else whole
+            for target, new in zip(_tensors(whole), _tensors(output), strict=True):
                 target[:, run.start : run.stop] = new
         assert whole is not None
         return whole
@@ -255,8 +261,8 @@ class MixerDriver:
     def _token_by_token(self, inputs: Inputs, view: StateView) -> Output:
         num_tokens = inputs[self._call.tokens].shape[1]
         outputs = [self._run(_each(inputs, _within(at, at + 1)), view) for at in range(num_tokens)]
-        joined = tuple(torch.cat(parts, dim=1) for parts in zip(*map(_tensors, outputs), strict=True))
-        return joined if isinstance(outputs[0], tuple) else joined[0]
+        joined_outputs = tuple(torch.cat(parts, dim=1) for parts in zip(*map(_tensors, outputs), strict=True))
+        return joined_outputs if isinstance(outputs[0], tuple) else joined_outputs[0]
 
     # --- finding out how the mixer continues a sequence ---------------------------------------------------------------
 
@@ -268,16 +274,16 @@ class MixerDriver:
 
     def _second_half(self, inputs: Inputs) -> torch.Tensor:
         """Return the outputs of the second half, in a separate run."""
-        rest = _each(inputs, _within(_CHECK_TOKENS // 2, _CHECK_TOKENS))
-        return _join(self._continue(rest, self._first_half(inputs)))
+        second_inputs = _each(inputs, _within(_CHECK_TOKENS // 2, _CHECK_TOKENS))
+        return _join(self._continue(second_inputs, self._first_half(inputs)))
 
     def _reads_its_states(self, inputs: Inputs) -> bool:
         """Return whether the output of several tokens depends on every earlier state."""
-        rest = _each(inputs, _within(_CHECK_TOKENS // 2, _CHECK_TOKENS))
+        second_inputs = _each(inputs, _within(_CHECK_TOKENS // 2, _CHECK_TOKENS))
         for name in self._first_half(inputs).named():
             states = self._first_half(inputs).named()
             states[name] = torch.full_like(states[name], torch.nan)
-            if _join(self._run(rest, StateView.of(states, self._numbers))).isfinite().all():
+            if _join(self._run(second_inputs, StateView.of(states, self._numbers))).isfinite().all():
                 return False
         return True
 
@@ -317,9 +323,9 @@ def _join(output: Output) -> torch.Tensor:
     return torch.cat([tensor.flatten(2) for tensor in _tensors(output)], dim=-1)
 
 
-def _empty_output(found: Output, num_tokens: int) -> Output:
+def _empty_output(round_output: Output, num_tokens: int) -> Output:
     """Return a step's output, still zero; the rows of padding stay so."""
-    output: Output = _each_of(found, lambda tensor: tensor.new_zeros(1, num_tokens, *tensor.shape[2:]))
+    output: Output = _each_of(round_output, lambda tensor: tensor.new_zeros(1, num_tokens, *tensor.shape[2:]))
     return output
 
 

@@ -69,10 +69,10 @@ def features_input(value: Any, num_tokens_of: Callable[[torch.Size], int]) -> Mo
         RequestError: ``value`` is not such an input.
     """
     try:
-        given = torch.as_tensor(value).detach()
-        if given.is_complex():
+        features = torch.as_tensor(value).detach()
+        if features.is_complex():
             raise TypeError("half of each number would be lost")
-        data = given.to("cpu", torch.float32).contiguous()
+        data = features.to("cpu", torch.float32).contiguous()
     except (TypeError, ValueError, RuntimeError) as error:
         raise RequestError(
             f"the encoder takes features, a tensor or an array of real numbers, not {type(value).__name__}",

@@ -91,7 +91,7 @@ class OpaqueFunction:
 
     def shapes(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors of the shapes of the results, which share no memory."""
-        return [each.new_empty(each.shape) for each in self._shapes(inputs)]
+        return [tensor.new_empty(tensor.shape) for tensor in self._shapes(inputs)]
 
 
 _NUMBERS = itertools.count()
@@ -113,18 +113,18 @@ def _attend(
     head_size_v: int,
 ) -> torch.Tensor:
     output = _CALLS[layer].run(query, key, value, sinks)
-    return _in_own_memory([output], [each for each in (query, key, value, sinks) if each is not None])[0]
+    return _in_own_memory([output], [tensor for tensor in (query, key, value, sinks) if tensor is not None])[0]
 
 
-def _in_own_memory(results: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _in_own_memory(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the results as the compiler expects them: contiguous, in memory that nothing else shares."""
-    used = {each.untyped_storage().data_ptr() for each in taken}
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     separate = []
     for result in results:
         result = result.contiguous()
         memory = result.untyped_storage().data_ptr()
-        separate.append(result.clone() if memory in used else result)
-        used.add(memory)
+        separate.append(result.clone() if memory in addresses else result)
+        addresses.add(memory)
     return separate
 
 

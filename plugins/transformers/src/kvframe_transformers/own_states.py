@@ -25,8 +25,11 @@ def held_states(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
     Such an attribute has a name with ``state``, is None at first, and is set by the forward.
     """
-    own = list(_set_by_forward(module))
-    return own and [*own, *(held for part in module.modules() if part is not module for held in _set_by_forward(part))]
+    own_names = list(_set_by_forward(module))
+    return own_names and [
+        *own_names,
+        *(attribute for part in module.modules() if part is not module for attribute in _set_by_forward(part)),
+    ]
 
 
 def passes_states(module: nn.Module) -> bool:
@@ -52,21 +55,25 @@ def keeping_own_states(model: nn.Module) -> dict[nn.Module, Forward]:
 
 def forward_with_states(module: nn.Module) -> Forward | None:
     """Return the forward of a module with its states in a ``StateView``; None if it keeps no states of its own."""
-    if held := held_states(module):
-        return _with_held_states(own_forward(module), held)
+    if attributes := held_states(module):
+        return _with_held_states(own_forward(module), attributes)
     if not passes_states(module):
         return None
-    own = own_forward(module)
-    return _with_columns(module, own) if type(module).__name__ == _OF_ALL_LAYERS else _with_passed_states(own)
+    own_function = own_forward(module)
+    return (
+        _with_columns(module, own_function)
+        if type(module).__name__ == _OF_ALL_LAYERS
+        else _with_passed_states(own_function)
+    )
 
 
-def _with_held_states(forward: Forward, held: list[tuple[nn.Module, str]]) -> Forward:
+def _with_held_states(forward: Forward, attributes: list[tuple[nn.Module, str]]) -> Forward:
     uses_cache = "use_cache" in inspect.signature(forward).parameters
 
     def run(**inputs: Any) -> Any:
         view: StateView = inputs.pop(HELD)
-        places = list(_places(held))
-        owners = [getattr(module, name) for module, name in held]
+        places = list(_places(attributes))
+        owners = [getattr(module, name) for module, name in attributes]
         try:
             for module, name, states, number in places:
                 setattr(module, name, getattr(view, states).get(number))
@@ -74,8 +81,8 @@ def _with_held_states(forward: Forward, held: list[tuple[nn.Module, str]]) -> Fo
             for module, name, states, number in places:
                 getattr(view, states)[number] = getattr(module, name)
         finally:
-            for (module, name), own in zip(held, owners, strict=True):
-                setattr(module, name, own)
+            for (module, name), owner in zip(attributes, owners, strict=True):
+                setattr(module, name, owner)
         return output
 
     return run
@@ -85,10 +92,10 @@ def _with_passed_states(forward: Forward) -> Forward:
     def run(**inputs: Any) -> Any:
         view: StateView = inputs.pop(PASSED)
         before = tuple(view.recurrent[number] for number in sorted(view.recurrent)) or None
-        output, states, *others = forward(**inputs, **{PASSED: before})
-        if isinstance(states, tuple | list) and all(isinstance(each, torch.Tensor) for each in states):
+        output, states, *other_outputs = forward(**inputs, **{PASSED: before})
+        if isinstance(states, tuple | list) and all(isinstance(state, torch.Tensor) for state in states):
             view.recurrent = dict(enumerate(states))
-        return (output, None, *others)
+        return (output, None, *other_outputs)
 
     return run
 
@@ -114,17 +121,17 @@ def _with_columns(module: Any, forward: Forward) -> Forward:
     return run
 
 
-def _first_columns(hidden: torch.Tensor) -> list[torch.Tensor]:
+def _first_columns(hidden_states: torch.Tensor) -> list[torch.Tensor]:
     """Return a block's states before the first token: two of earlier inputs, and the parts of a weighted mean."""
-    inputs = hidden.new_zeros(2, hidden.shape[0], hidden.shape[2])
-    sums = hidden.new_zeros(2, hidden.shape[0], hidden.shape[2], dtype=torch.float32)
+    inputs = hidden_states.new_zeros(2, hidden_states.shape[0], hidden_states.shape[2])
+    sums = hidden_states.new_zeros(2, hidden_states.shape[0], hidden_states.shape[2], dtype=torch.float32)
     return [*inputs.unbind(), *sums.unbind(), torch.full_like(sums[0], -1e30)]
 
 
-def _places(held: list[tuple[nn.Module, str]]) -> Iterator[tuple[nn.Module, str, str, int]]:
+def _places(attributes: list[tuple[nn.Module, str]]) -> Iterator[tuple[nn.Module, str, str, int]]:
     """Yield each held state with the view's attribute for its kind, and its number there."""
     counts = {"conv": 0, "recurrent": 0}
-    for module, name in held:
+    for module, name in attributes:
         kind = "conv" if "conv" in name else "recurrent"
         yield module, name, kind, counts[kind]
         counts[kind] += 1
@@ -134,7 +141,7 @@ def _set_by_forward(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     if not type(module).__module__.startswith("transformers.models."):
         return
     code = inspect.unwrap(type(module).forward).__code__
-    stored = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+    stored_names = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
     for name, value in vars(module).items():
-        if "state" in name and value is None and name in stored:
+        if "state" in name and value is None and name in stored_names:
             yield module, name

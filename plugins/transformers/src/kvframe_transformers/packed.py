@@ -29,8 +29,8 @@ class PackedLinears:
                 is in one group at most.
         """
         together = [tuple(group) for group in groups]
-        joined = {layer for group in together for layer in group}
-        together += [(layer,) for layer in packable(model) if layer not in joined]
+        joined_layers = {layer for group in together for layer in group}
+        together += [(layer,) for layer in packable(model) if layer not in joined_layers]
         self._products = [_Product(group) for group in together]
         self._forwards = [
             (vars(layer), _PackedForward(product, index))
@@ -152,9 +152,9 @@ def share_products(graph: torch.fx.GraphModule) -> None:
     """
     first: dict[tuple[object, ...], torch.fx.Node] = {}
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.kvframe_transformers.multiply):
-        known = first.setdefault(tuple(node.args), node)
-        if known is not node:
-            node.replace_all_uses_with(known)
+        first_node = first.setdefault(tuple(node.args), node)
+        if first_node is not node:
+            node.replace_all_uses_with(first_node)
             graph.graph.erase_node(node)
     graph.recompile()
 

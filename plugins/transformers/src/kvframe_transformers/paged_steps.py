@@ -68,7 +68,7 @@ class PagedStep:
     def of(cls, module: nn.Module) -> PagedStep | None:
         """Return the copy of a mixer's forward; None if it calls no such functions."""
         function = inspect.unwrap(type(module).forward)
-        if not isinstance(function, FunctionType) or any(hasattr(each, "_hf_hook") for each in module.modules()):
+        if not isinstance(function, FunctionType) or any(hasattr(part, "_hf_hook") for part in module.modules()):
             return None
         steps = {}
         for name in function.__code__.co_names:
@@ -146,12 +146,12 @@ def _selective_step(
     """Step the state of Mamba-2, ``x: [batch, num_heads, head_size]``, or of Mamba, which has no axis of heads."""
     from kvframe_kernels.triton.states import selective_state_update
 
-    pages, of_rows, of_layer = state.pages, [x, dt, z], [A, D, dt_bias]
+    pages, row_inputs, layer_inputs = state.pages, [x, dt, z], [A, D, dt_bias]
     if x.dim() == 2:
         pages, B, C = pages.unsqueeze(2), B.unsqueeze(1), C.unsqueeze(1)
-        of_rows = [None if each is None else each.unsqueeze(1) for each in of_rows]
-        of_layer = [None if each is None else each.unsqueeze(0) for each in of_layer]
-    (x_, dt_, z_), (A_, D_, bias) = of_rows, of_layer
+        row_inputs = [None if row_input is None else row_input.unsqueeze(1) for row_input in row_inputs]
+        layer_inputs = [None if row_input is None else row_input.unsqueeze(0) for row_input in layer_inputs]
+    (x_, dt_, z_), (A_, D_, bias) = row_inputs, layer_inputs
     assert x_ is not None
     assert dt_ is not None
     assert A_ is not None

@@ -18,10 +18,11 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from kvframe.contract import LayerDescription, ModelDescription, ModelError, PredictionHeads
+from kvframe_transformers.attached import AttachedModel
 from kvframe_transformers.checkpoint import one_sentence, quiet
 from kvframe_transformers.compiled import CompiledBody
 from kvframe_transformers.discovery import discover_layers
-from kvframe_transformers.model import TransformersModel, value_size
+from kvframe_transformers.probe import value_size
 from kvframe_transformers.ranks import is_first_rank, whole_module
 from kvframe_transformers.recording import PROBE_TOKENS
 from kvframe_transformers.routing import RunningStep, running
@@ -64,15 +65,18 @@ def describe_heads(model: Any, name: str) -> tuple[int, tuple[LayerDescription, 
                     "mtp_cache": MtpCache(config=heads.config),
                 }
             heads = heads.to(model.dtype)
-            found = discover_layers(heads, f"the prediction heads of {name}", _EXAMINED, inputs=inputs)
+            layers = list(discover_layers(heads, f"the prediction heads of {name}", _EXAMINED, inputs=inputs))
     except Exception:  # a model without heads that transformers can build is served without them
         return 0, ()
-    number_of = {each.name: _number_of(each.name) for each in found}
-    if sorted(number_of.values()) != list(range(count)) or not all(each.query for each in found):
+    numbers = [_number_of(layer.name) for layer in layers]
+    if sorted(numbers) != list(range(count)) or not all(layer.query for layer in layers):
         return 0, ()
-    layers = [attrs.evolve(each, query={**each.query, "first_token": number_of[each.name] + 1}) for each in found]
-    kept = {"conv_shapes": ((count, size),), "checkpoints": "all"}
-    return count, (*layers, LayerDescription(name=LAST_HIDDEN, kind="mamba", options=kept, query={}))
+    layers = [
+        attrs.evolve(layer, query={**layer.query, "first_token": number + 1})
+        for layer, number in zip(layers, numbers, strict=True)
+    ]
+    options = {"conv_shapes": ((count, size),), "checkpoints": "all"}
+    return count, (*layers, LayerDescription(name=LAST_HIDDEN, kind="mamba", options=options, query={}))
 
 
 def _number_of(layer: str) -> int:
@@ -112,8 +116,8 @@ def load_heads(model: Any, description: ModelDescription) -> TransformersHeads |
         heads.embed_tokens = embedding
     if head is not model.get_output_embeddings():
         heads.shared_head = head
-    layers = tuple(each for each in description.prediction_layers if each.query)
-    return TransformersHeads(heads.eval(), None, attrs.evolve(description, layers=layers))
+    layers = tuple(layer for layer in description.prediction_layers if layer.query)
+    return TransformersHeads(heads.eval(), attrs.evolve(description, layers=layers))
 
 
 @contextmanager
@@ -124,26 +128,26 @@ def _finding_heads(model: Any) -> Iterator[None]:
     """
     first = model.config.get_text_config(decoder=True).num_hidden_layers
     numbers = "|".join(str(first + head) for head in range(num_heads_of(model)))
-    own = vars(model).get(_UNEXPECTED)
+    own_patterns = vars(model).get(_UNEXPECTED)
     setattr(model, _UNEXPECTED, [*(getattr(model, _UNEXPECTED) or ()), rf"\.layers\.(?:{numbers})\."])
     try:
         yield
     finally:
         delattr(model, _UNEXPECTED)
-        if own is not None:
-            setattr(model, _UNEXPECTED, own)
+        if own_patterns is not None:
+            setattr(model, _UNEXPECTED, own_patterns)
 
 
-class TransformersHeads(TransformersModel, PredictionHeads):
+class TransformersHeads(AttachedModel, PredictionHeads):
     """Runs the layers of an ``MtpModel`` one by one, through the engine's layers.
 
     Attributes:
         compiled_heads: The compiled heads; none if they are not compiled.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, description: ModelDescription) -> None:
-        """Take the heads in evaluation mode; arguments as for ``TransformersModel``."""
-        super().__init__(model, tokenizer, description)
+    def __init__(self, model: PreTrainedModel, description: ModelDescription) -> None:
+        """Take the heads in evaluation mode; arguments as for ``AttachedModel``."""
+        super().__init__(model, description)
         self.compiled_heads: list[CompiledBody] = []
 
     def compile(self, backend: Any = "inductor") -> None:
@@ -154,16 +158,16 @@ class TransformersHeads(TransformersModel, PredictionHeads):
         """
         modules = self._modules()
         for head in range(len(self.model.layers)):
-            own = [layer for layer in self._attending if _number_of(layer.name) == head]
-            sizes = {modules[layer.name]: value_size(layer) for layer in own}
+            head_layers = [layer for layer in self._attending if _number_of(layer.name) == head]
+            sizes = {modules[layer.name]: value_size(layer) for layer in head_layers}
             self.compiled_heads.append(CompiledBody(partial(self._compute, head), sizes, backend))
-        self._probe_compiled(self.compiled_heads)
+        self._probe.check_compiled(self.compiled_heads, None)
 
     def detach(self) -> None:
         """Remove what an engine needs of the heads. Safe to call twice."""
         super().detach()
-        for compiled in self.compiled_heads:
-            compiled.remove()
+        for compiled_head in self.compiled_heads:
+            compiled_head.remove()
         self.compiled_heads = []
 
     def forward_head(

@@ -43,10 +43,12 @@ def whole_module(module: nn.Module) -> nn.Module:
     Args:
         module: A module without modules inside, such as a model's embedding, as transformers has divided it.
     """
-    if not any(hasattr(each, "full_tensor") for each in module.parameters()):
+    if not any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
         return module
     whole = copy.copy(module)
-    parameters = {name: None if each is None else _whole(each) for name, each in module._parameters.items()}
+    parameters = {
+        name: None if parameter is None else _whole(parameter) for name, parameter in module._parameters.items()
+    }
     # transformers has given the module a forward of its own that exchanges parts with other ranks.
     vars(whole).pop("forward", None)
     vars(whole)["_parameters"] = parameters
@@ -102,9 +104,9 @@ def share_of_rank(description: ModelDescription, model: Any, size: int) -> Model
     Raises:
         ModelError: The ranks do not divide the number of heads of a layer, or a layer's state has no heads to divide.
     """
-    divided = _divided_modules(model)
+    divided_modules = _divided_modules(model)
     layers = tuple(
-        _share_of(layer, description.name, size) if _is_divided(layer, divided) else layer
+        _share_of(layer, description.name, size) if _is_divided(layer, divided_modules) else layer
         for layer in description.layers
     )
     return attrs.evolve(description, layers=layers)
@@ -116,8 +118,8 @@ def _divided_modules(model: Any) -> tuple[str, ...]:
     return tuple(path for path, _ in model.named_modules() if plan.get(re.sub(r"\d+", "*", path)) in _DIVIDES_OUTPUT)
 
 
-def _is_divided(layer: LayerDescription, divided: Collection[str]) -> bool:
-    return any(path.startswith(f"{path_of(layer.name)}.") for path in divided)
+def _is_divided(layer: LayerDescription, divided_modules: Collection[str]) -> bool:
+    return any(path.startswith(f"{path_of(layer.name)}.") for path in divided_modules)
 
 
 def _share_of(layer: LayerDescription, name: str, size: int) -> LayerDescription:

@@ -21,7 +21,8 @@ from kvframe_transformers.compressors import probe as probe_compressor
 from kvframe_transformers.direct_attention import attends_directly
 from kvframe_transformers.direct_recording import direct_recorder
 from kvframe_transformers.implementations import IMPLEMENTATION, configs_of
-from kvframe_transformers.indexers import find_indexer, keeps_index_keys, probe
+from kvframe_transformers.indexer_kinds import find_indexer, keeps_index_keys
+from kvframe_transformers.indexers import probe
 from kvframe_transformers.known_values import KnownValues
 from kvframe_transformers.latents import noting_expansions
 from kvframe_transformers.masks import MaskFunction
@@ -158,19 +159,20 @@ def _record(
         # exist here; layers do not depend on them.
         rope_type = getattr(module, "rope_type", None)
         if isinstance(rope_type, dict):
-            module.rope_type = {layer: _without_values(each) for layer, each in rope_type.items()}
+            module.rope_type = {layer: _without_values(layer_type) for layer, layer_type in rope_type.items()}
         elif rope_type is not None:
             module.rope_type = _without_values(rope_type)
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
             part.set_experts_implementation("batched_mm")  # its control flow does not depend on the routing
     mixers = [module for module in model.modules() if is_mixer(module)]
-    own = {} if mixers else keeping_own_states(model)
-    if mixers or own:
+    own_forwards = {} if mixers else keeping_own_states(model)
+    if mixers or own_forwards:
         model.to(PROBE_DTYPE)  # shows which states have the model's dtype, and which have another one
     recorders = {module: _recorder(module, own_forward(module), MixerCall.of(module)) for module in mixers}
     recorders |= {
-        module: _recorder(module, forward, MixerCall.with_own_states(module)) for module, forward in own.items()
+        module: _recorder(module, forward, MixerCall.with_own_states(module))
+        for module, forward in own_forwards.items()
     }
     if direct:
         recorders |= {module: direct_recorder(module) for module in model.modules() if attends_directly(module)}
@@ -249,8 +251,8 @@ def _probe_inputs(model: Any, num_tokens: int, *, reads_mask: bool) -> dict[str,
         return {"input_ids": ids, "attention_mask": mask}
     # The encoder does not run: it keeps no state, and is not part of a step.
     states = torch.empty(1, PROBE_ENCODER_TOKENS, width_of_encoder(model), device="meta")
-    encoded = EncoderOutput(last_hidden_state=states)
-    return {"encoder_outputs": encoded, "decoder_input_ids": ids, "decoder_attention_mask": mask}
+    encoder_output = EncoderOutput(last_hidden_state=states)
+    return {"encoder_outputs": encoder_output, "decoder_input_ids": ids, "decoder_attention_mask": mask}
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def tables_of(
     table = only_table(model)
     for layer in layers:
         if PARAMETER in layer.query:
-            own = table_of(modules[layer.name])
-            table = table if own is None else own
+            own_table = table_of(modules[layer.name])
+            table = table if own_table is None else own_table
             assert table is not None
             yield layer, table

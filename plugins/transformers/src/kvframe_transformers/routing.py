@@ -169,18 +169,18 @@ def _run_attention(
     """
     if torch.compiler.is_compiling():
         opaque: OpaqueAttention = getattr(module, OPAQUE)
-        packed = opaque(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux)
-        return packed.unsqueeze(0), None
+        output = opaque(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux)
+        return output.unsqueeze(0), None
     step, route = _route_of(module)
     if scale_of(scaling, query.shape[-1]) != route.scale or softcap != route.soft_cap:
         raise ModelError(
             f"layer {route.name!r} asks for scale {scaling} and soft cap {softcap}, but was planned with "
             f"{route.scale} and {route.soft_cap}; its checkpoint and its config do not belong together"
         )
-    chosen = None
+    choice = None
     if route.chosen_block_size is not None:
         assert step.by_content is not None
-        chosen = step.by_content.indexers.read_by(
+        choice = step.by_content.indexers.read_by(
             module, attention_mask if indices is None else indices, route.chosen_block_size
         )
     rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -188,15 +188,15 @@ def _run_attention(
         assert step.by_content is not None
         parts = [route.layer.with_lse(*rows, s_aux), step.by_content.compressors.attend(module, rows[0], route.scale)]
         return merge_attention(*zip(*parts, strict=True))[0].unsqueeze(0), None
-    return _attend(step, route, *rows, s_aux, chosen).unsqueeze(0), None
+    return _attend(step, route, *rows, s_aux, choice).unsqueeze(0), None
 
 
 def direct_forward(module: nn.Module, forward: Forward) -> Forward:
     """Return the forward in a step of a module that computes attention itself."""
 
-    def attend(of: DirectAttention, value: torch.Tensor) -> torch.Tensor:
-        query, key = of.query.to(value.dtype), of.key.to(value.dtype)
-        return _run_attention(module, query, key, value, scaling=of.scale)[0].transpose(1, 2)
+    def attend(attention: DirectAttention, value: torch.Tensor) -> torch.Tensor:
+        query, key = attention.query.to(value.dtype), attention.key.to(value.dtype)
+        return _run_attention(module, query, key, value, scaling=attention.scale)[0].transpose(1, 2)
 
     return replacing(forward, attend)
 
@@ -227,15 +227,15 @@ def _attend(
     key: torch.Tensor | None,
     value: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    chosen: ChosenTokens | None = None,
+    choice: ChosenTokens | None = None,
 ) -> torch.Tensor:
     if route.temperature is not None:
-        cut = route.skipped and step.kept_rows is not None
-        query = route.temperature.scale(query, step.positions[step.kept_rows] if cut else step.positions)
-    stored = (None, None) if route.shares else (key, value)
-    if chosen is not None:
-        return route.layer(query, *stored, sinks, chosen=chosen)
-    return route.layer(query, *stored, sinks)
+        leaves_rows_out = route.skipped and step.kept_rows is not None
+        query = route.temperature.scale(query, step.positions[step.kept_rows] if leaves_rows_out else step.positions)
+    stored_tensors = (None, None) if route.shares else (key, value)
+    if choice is not None:
+        return route.layer(query, *stored_tensors, sinks, chosen=choice)
+    return route.layer(query, *stored_tensors, sinks)
 
 
 def _route_of(module: nn.Module) -> tuple[RunningStep, Route]:

@@ -44,10 +44,12 @@ class ContinuedScan:
         """Return the copy of a mixer's forward that calls such a scan; None if there is no such call."""
         # A wrapper around a forward moves the weights of offloaded modules, of which there are none here.
         function = inspect.unwrap(type(module).forward)
-        if not isinstance(function, FunctionType) or any(hasattr(each, "_hf_hook") for each in module.modules()):
+        if not isinstance(function, FunctionType) or any(hasattr(part, "_hf_hook") for part in module.modules()):
             return None
-        called = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-        scans = {name: each for name, each in called.items() if each and parameters_of(each) >= _SCAN_PARAMETERS}
+        called_functions = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        scans = {
+            name: part for name, part in called_functions.items() if part and parameters_of(part) >= _SCAN_PARAMETERS
+        }
         return cls(module, function, scans) if scans else None
 
     def __call__(self, view: StateView, **arguments: Any) -> Output:
@@ -78,26 +80,28 @@ class ContinuedScan:
                 inputs, dt, A, B, C, z=None, delta_bias=delta_bias, delta_softplus=delta_softplus, **options
             )
             steps = dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
-            passed = (functional.softplus(steps) if delta_softplus else steps).cumsum(-1)[..., None] * A.float()[
+            decay_sums = (functional.softplus(steps) if delta_softplus else steps).cumsum(-1)[..., None] * A.float()[
                 :, None
             ]
             state = self._state.float()[:, :, None]
-            added = [
+            state_outputs = [
                 torch.einsum("bdtn,bnt->bdt", decay.exp() * state, weights.float())
-                for decay, weights in zip(passed.split(_CHUNK, 2), C.split(_CHUNK, 2), strict=True)
+                for decay, weights in zip(decay_sums.split(_CHUNK, 2), C.split(_CHUNK, 2), strict=True)
             ]
-            output = output + torch.cat(added, -1).to(output.dtype)
+            output = output + torch.cat(state_outputs, -1).to(output.dtype)
             if z is not None:
                 output = output * functional.silu(z)
-            return output, last + (passed[:, :, -1].exp() * state[:, :, 0]).to(last.dtype)
+            return output, last + (decay_sums[:, :, -1].exp() * state[:, :, 0]).to(last.dtype)
 
         return run
 
 
-def with_globals(module: nn.Module, function: FunctionType, replaced: Mapping[str, Callable[..., Any]]) -> MethodType:
+def with_globals(
+    module: nn.Module, function: FunctionType, replacements: Mapping[str, Callable[..., Any]]
+) -> MethodType:
     """Return a copy of a module's function with some globals replaced."""
-    places = {**function.__globals__, **replaced}
-    copy = FunctionType(function.__code__, places, function.__name__, function.__defaults__, function.__closure__)
+    new_globals = {**function.__globals__, **replacements}
+    copy = FunctionType(function.__code__, new_globals, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return MethodType(copy, module)
 

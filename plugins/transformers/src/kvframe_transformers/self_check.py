@@ -52,29 +52,29 @@ def compare_runs(
         skipped: The attention layers that compute only the generating tokens of a step.
         stored: The dtypes of stored state, if the engine may round more than the model does.
     """
-    what = "logits" if description.generates else "hidden states"
+    result_name = "logits" if description.generates else "hidden states"
     prompts = check_prompts(description, model.config)
-    packed = run_packed(prompts)
+    packed_rows = run_packed(prompts)
     # The engine may limit requests to fewer tokens.
-    prompts = [prompt[: len(logits)] for prompt, logits in zip(prompts, packed, strict=True)]
+    prompts = [prompt[: len(logits)] for prompt, logits in zip(prompts, packed_rows, strict=True)]
     plain = [run_plain(prompt) for prompt in prompts]
     tolerance = tolerance_of(plain[0].dtype, *stored)
-    worst = _worst_difference(packed, plain)
+    worst = _worst_difference(packed_rows, plain)
     if worst > tolerance:
         where = _first_difference(modules, prompts, run_packed, run_plain, tolerance)
         raise ModelError(
-            f"{description.name} ({type(model).__name__}) gives other {what} in a packed batch than alone{where} "
-            f"(relative difference {worst:.1e}, allowed {tolerance:.1e}): it attends in a way that its masks do not "
-            f"show; only a plugin with a cache spec and a model adapter for it can serve it{if_untested()}"
+            f"{description.name} ({type(model).__name__}) gives other {result_name} in a packed batch than "
+            f"alone{where} (relative difference {worst:.1e}, allowed {tolerance:.1e}): it attends in a way that its "
+            f"masks do not show; only a plugin with a cache spec and a model adapter for it can serve it{if_untested()}"
         )
     if not skipped:
         return
     worst = _worst_difference(run_packed(prompts, last_only=True), [logits[-1:] for logits in plain])
     if worst > tolerance:
         raise ModelError(
-            f"{description.name} ({type(model).__name__}) gives other {what} if its layers from {skipped[0]!r} on "
-            f"compute only the last tokens (relative difference {worst:.1e}, allowed {tolerance:.1e}): these layers do "
-            "more with the other tokens than their attention shows; turn prefill skipping off for it"
+            f"{description.name} ({type(model).__name__}) gives other {result_name} if its layers from {skipped[0]!r} "
+            f"on compute only the last tokens (relative difference {worst:.1e}, allowed {tolerance:.1e}): these layers "
+            "do more with the other tokens than their attention shows; turn prefill skipping off for it"
         )
 
 
@@ -133,15 +133,15 @@ def _first_difference(
     with _outputs(modules) as plain:
         for prompt in prompts:
             run_plain(prompt)
-    with _outputs(modules) as packed:
+    with _outputs(modules) as packed_outputs:
         for prompt in prompts:  # one by one, because the tokens of several may be computed in any order
             run_packed([prompt])
     for name, _ in modules:
-        if not packed[name] or not plain[name]:
+        if not packed_outputs[name] or not plain[name]:
             return ""
-        if len({each.shape[1:] for each in (*packed[name], *plain[name])}) > 1:
+        if len({output.shape[1:] for output in (*packed_outputs[name], *plain[name])}) > 1:
             return ""  # its output has no row for each token
-        if relative_difference(torch.cat(packed[name]), torch.cat(plain[name])) > tolerance:
+        if relative_difference(torch.cat(packed_outputs[name]), torch.cat(plain[name])) > tolerance:
             return f", from layer {name!r} on"
     return ", though every attention layer's output agrees for each prompt alone"
 
@@ -149,18 +149,18 @@ def _first_difference(
 @contextmanager
 def _outputs(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, list[torch.Tensor]]]:
     """Collect what each module returns, ``[num_tokens, hidden_size]`` per call."""
-    found: dict[str, list[torch.Tensor]] = {name: [] for name, _ in modules}
+    outputs: dict[str, list[torch.Tensor]] = {name: [] for name, _ in modules}
 
     def collect(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output
-            found[name].append(first[0].detach())
+            outputs[name].append(first[0].detach())
 
         return hook
 
     handles = [module.register_forward_hook(collect(name)) for name, module in modules]
     try:
-        yield found
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()

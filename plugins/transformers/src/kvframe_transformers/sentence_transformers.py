@@ -59,16 +59,16 @@ def _check_prompt(file: Path) -> None:
 
 def _mode_of(file: Path) -> PoolingMode:
     config = read_json(file, dict)
-    named = config.get("pooling_mode")
-    if named is not None:
-        chosen = named if isinstance(named, list) else [named]
-        modes = [_NAMES.get(str(name)) for name in chosen]
+    mode_value = config.get("pooling_mode")
+    if mode_value is not None:
+        keys = mode_value if isinstance(mode_value, list) else [mode_value]
+        modes = [_NAMES.get(str(key)) for key in keys]
     else:
-        chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-        modes = [_MODES.get(key) for key in chosen]
+        keys = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+        modes = [_MODES.get(key) for key in keys]
     if len(modes) == 1 and modes[0] is not None:
         return modes[0]
-    raise _refusal(file, " and ".join(map(str, chosen)) or "no pooling mode")
+    raise _refusal(file, " and ".join(map(str, keys)) or "no pooling mode")
 
 
 def read_json(file: Path, kind: type[Any]) -> Any:
@@ -82,8 +82,8 @@ def read_json(file: Path, kind: type[Any]) -> Any:
     return content
 
 
-def _refusal(file: Path, what: str) -> ModelError:
+def _refusal(file: Path, reason: str) -> ModelError:
     return ModelError(
-        f"{file} asks for {what}, and kvframe makes embeddings of the mean, the first or the last token, normalized or "
-        "not; give both pooling and normalize to ignore the file"
+        f"{file} asks for {reason}, and kvframe makes embeddings of the mean, the first or the last token, normalized "
+        "or not; give both pooling and normalize to ignore the file"
     )

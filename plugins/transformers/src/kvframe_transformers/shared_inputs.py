@@ -40,9 +40,9 @@ class SharedInputs:
         groups = []
         for _, _, layers in self._inputs.values():
             once = [layer for layer in layers if self._num_calls[layer] == 1]
-            alike = [layer for layer in once if layer.weight.dtype == once[0].weight.dtype]
-            if len(alike) > 1:
-                groups.append(tuple(alike))
+            same_dtype_layers = [layer for layer in once if layer.weight.dtype == once[0].weight.dtype]
+            if len(same_dtype_layers) > 1:
+                groups.append(tuple(same_dtype_layers))
         return groups
 
     def _record(self, module: nn.Module, arguments: Sequence[Any]) -> None:
@@ -52,6 +52,6 @@ class SharedInputs:
             return
         rows = arguments[0]
         # The tensor is kept, so that its number stays its own. The copy shows whether it is written to in between.
-        kept = self._inputs.setdefault(id(rows), (rows, rows.clone(), []))
-        if torch.equal(rows, kept[1]):
-            kept[2].append(module)
+        input_record = self._inputs.setdefault(id(rows), (rows, rows.clone(), []))
+        if torch.equal(rows, input_record[1]):
+            input_record[2].append(module)

@@ -16,7 +16,9 @@ from kvframe_transformers.routing import RunningStep, running_step
 _Cut = Callable[[nn.Module, Any, dict[str, Any]], "tuple[Any, dict[str, Any]] | None"]
 
 
-def blocks_from(model: nn.Module, attention: Sequence[str], skipped: Sequence[str]) -> tuple[nn.Module, ...] | None:
+def blocks_from(
+    model: nn.Module, attention: Sequence[str], skipped_paths: Sequence[str]
+) -> tuple[nn.Module, ...] | None:
     """Return the blocks of a model from the first skipped attention layer on.
 
     A block is an element of a ``ModuleList``. Blocks before the list's first skipped layer compute all rows, later ones
@@ -25,24 +27,24 @@ def blocks_from(model: nn.Module, attention: Sequence[str], skipped: Sequence[st
     Args:
         model: The model.
         attention: Paths of all its attention layers, in the order they run.
-        skipped: The attention layers that are to compute only some rows.
+        skipped_paths: The attention layers that are to compute only some rows.
 
     Returns:
         The blocks; None if rows cannot be left out there: an attention layer that computes all rows runs later or in
         one of these blocks, or a skipped one is in no such block.
     """
-    if not skipped or tuple(attention[-len(skipped) :]) != tuple(skipped):
+    if not skipped_paths or tuple(attention[-len(skipped_paths) :]) != tuple(skipped_paths):
         return None
     lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    places = {path: _place(path, lists) for path in attention}
-    wanted = [places[path] for path in skipped]
-    within = wanted[0]
-    if within is None or any(place is None or place[0] != within[0] for place in wanted):
+    indices_by_path = {path: _place(path, lists) for path in attention}
+    skipped_indices = [indices_by_path[path] for path in skipped_paths]
+    within = skipped_indices[0]
+    if within is None or any(block_index is None or block_index[0] != within[0] for block_index in skipped_indices):
         return None
-    list_path, first = within[0], min(place[1] for place in wanted if place is not None)
-    for path in attention[: -len(skipped)]:
-        place = places[path]
-        if place is not None and place[0] == list_path and place[1] >= first:
+    list_path, first = within[0], min(block_index[1] for block_index in skipped_indices if block_index is not None)
+    for path in attention[: -len(skipped_paths)]:
+        block_index = indices_by_path[path]
+        if block_index is not None and block_index[0] == list_path and block_index[1] >= first:
             return None
     return tuple(lists[list_path])[first:]
 
@@ -141,7 +143,9 @@ class RowCutter:
             self._cut_already = tuple(_tensors(output))
 
     def _has_output(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
-        return any(tensor is cut for tensor in _tensors((*args, *kwargs.values())) for cut in self._cut_already)
+        return any(
+            tensor is cut_tensor for tensor in _tensors((*args, *kwargs.values())) for cut_tensor in self._cut_already
+        )
 
     def _cut(self, value: Any, rows: torch.Tensor, num_tokens: int) -> Any:
         """Return the kept rows of a tensor with a row per packed token, or of such tensors in a tuple or list.
@@ -150,7 +154,7 @@ class RowCutter:
         """
         if type(value) in (tuple, list):
             return type(value)(self._cut(item, rows, num_tokens) for item in value)
-        if not isinstance(value, torch.Tensor) or any(value is cut for cut in self._cut_already):
+        if not isinstance(value, torch.Tensor) or any(value is cut_tensor for cut_tensor in self._cut_already):
             return value
         dim = 2 if value.is_floating_point() or value.is_complex() else 1
         if value.dim() < dim or value.shape[-dim] != num_tokens:

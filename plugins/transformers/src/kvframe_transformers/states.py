@@ -175,11 +175,11 @@ class MixerCall:
 
     def inputs_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
         """Return the arguments of a call by name, without the cache and tensors that have no effect."""
-        bound = self.signature.bind_partial(*args, **kwargs).arguments
+        arguments = self.signature.bind_partial(*args, **kwargs).arguments
         for name, parameter in self.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                bound.update(bound.pop(name, {}))
-        inputs = {name: value for name, value in bound.items() if name != self.cache and name not in self.harmless}
+                arguments.update(arguments.pop(name, {}))
+        inputs = {name: value for name, value in arguments.items() if name != self.cache and name not in self.harmless}
         for name in self.harmless & self.signature.parameters.keys():
             if self.signature.parameters[name].default is inspect.Parameter.empty:
                 inputs[name] = None
@@ -202,10 +202,10 @@ def with_rows(output: Any, tokens: torch.Tensor, view: StateView) -> Any:
     states = {id(state) for state in (*view.conv.values(), *view.recurrent.values())}
     return tuple(
         tokens.new_empty(*tokens.shape[:2], 0)
-        if each is None
-        or (isinstance(each, torch.Tensor) and (each.shape[:2] != tokens.shape[:2] or id(each) in states))
-        else each
-        for each in output
+        if item is None
+        or (isinstance(item, torch.Tensor) and (item.shape[:2] != tokens.shape[:2] or id(item) in states))
+        else item
+        for item in output
     )
 
 
@@ -230,15 +230,15 @@ class CallForm:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: torch.Tensor, output: Output) -> CallForm:
         """Return the form of a call whose tokens and result are given."""
-        (place,) = (index for index, each in enumerate(tensors_of(args, kwargs)) if each is tokens)
+        (index,) = (index for index, tensor in enumerate(tensors_of(args, kwargs)) if tensor is tokens)
         tensors = output if isinstance(output, tuple) else (output,)
-        sizes = tuple((tuple(each.shape[2:]), each.dtype) for each in tensors)
-        return cls(_without_tensors(args), _without_tensors(dict(kwargs)), place, isinstance(output, tuple), sizes)
+        sizes = tuple((tuple(tensor.shape[2:]), tensor.dtype) for tensor in tensors)
+        return cls(_without_tensors(args), _without_tensors(dict(kwargs)), index, isinstance(output, tuple), sizes)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with these tensors."""
-        left = iter(tensors)
-        return _with_tensors(self.args, left), _with_tensors(self.kwargs, left)
+        remaining = iter(tensors)
+        return _with_tensors(self.args, remaining), _with_tensors(self.kwargs, remaining)
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Output:
         """Return the result that has these tensors."""
@@ -256,29 +256,29 @@ class _Tensor:
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors in a call's arguments, those in tuples included. A compiler can trace it."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, tuple):
-            found.extend(tensors_of(value, {}))
-    return found
+            tensors.extend(tensors_of(value, {}))
+    return tensors
 
 
 def _without_tensors(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_without_tensors, value))
     if isinstance(value, dict):
-        return {name: _without_tensors(each) for name, each in value.items()}
+        return {name: _without_tensors(item) for name, item in value.items()}
     return _Tensor() if isinstance(value, torch.Tensor) else value
 
 
-def _with_tensors(value: Any, left: Iterator[torch.Tensor]) -> Any:
+def _with_tensors(value: Any, remaining: Iterator[torch.Tensor]) -> Any:
     if isinstance(value, tuple):
-        return tuple(_with_tensors(each, left) for each in value)
+        return tuple(_with_tensors(item, remaining) for item in value)
     if isinstance(value, dict):
-        return {name: _with_tensors(each, left) for name, each in value.items()}
-    return next(left) if isinstance(value, _Tensor) else value
+        return {name: _with_tensors(item, remaining) for name, item in value.items()}
+    return next(remaining) if isinstance(value, _Tensor) else value
 
 
 class OpaqueForward:
@@ -337,8 +337,8 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 def own_forward(module: nn.Module) -> Forward:
     """Return a module's own forward: that of the instance if it has one, otherwise that of its class."""
-    own = vars(module).get("forward")
-    return type(module).forward.__get__(module) if own is None else own  # type: ignore[no-any-return]
+    instance_forward = vars(module).get("forward")
+    return type(module).forward.__get__(module) if instance_forward is None else instance_forward  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -350,8 +350,8 @@ def replaced_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
             vars(module)["forward"] = forward  # a module calls the ``forward`` of its instance, if there is one
         yield
     finally:
-        for attributes, own in before:
-            if own is None:
+        for attributes, own_forward_value in before:
+            if own_forward_value is None:
                 attributes.pop("forward", None)
             else:
-                attributes["forward"] = own
+                attributes["forward"] = own_forward_value

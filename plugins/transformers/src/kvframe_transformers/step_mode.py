@@ -67,7 +67,7 @@ class StepMode:
         # Attributes are read and written where they are kept: the classes of modules and configs look at every name.
         self._modules = [vars(module) for module in model.modules()]
         configs = [vars(config) for config in configs_of(model)]
-        own = [config[IMPLEMENTATION] for config in configs]
+        implementations = [config[IMPLEMENTATION] for config in configs]
         try:
             with quiet():
                 model.set_attn_implementation(RUN_TIME)
@@ -79,7 +79,7 @@ class StepMode:
                 for config in configs
             ]
         finally:
-            _set_implementations(zip(configs, own, strict=True))
+            _set_implementations(zip(configs, implementations, strict=True))
 
     @contextmanager
     def on(self, forwards: Mapping[nn.Module, Forward] | None = None) -> Iterator[None]:
@@ -89,7 +89,7 @@ class StepMode:
             forwards: The forwards of mixers inside the block; None for those of the attribute.
         """
         training = [module for module in self._modules if module["training"]]
-        own = [(config, config[IMPLEMENTATION]) for config, _ in self._in_step]
+        implementations = [(config, config[IMPLEMENTATION]) for config, _ in self._in_step]
         with replaced_forwards(self._in_operators(self.forwards if forwards is None else forwards)):
             try:
                 _set_implementations(self._in_step)
@@ -109,14 +109,14 @@ class StepMode:
                 self.latents.switch_off()
                 self.temperatures.switch_on()
                 _set_training(training, True)
-                _set_implementations(own)
+                _set_implementations(implementations)
 
     def _in_operators(self, forwards: Mapping[nn.Module, Forward]) -> Mapping[nn.Module, Forward]:
         """Return the forwards; those that a compiled model calls through operators are replaced by these operators."""
-        replaced = {**self.direct, **self.apart, **forwards}
+        all_forwards = {**self.direct, **self.apart, **forwards}
         for module, opaque in self.opaque.items():
-            opaque.target, replaced[module] = forwards[module], opaque.forward
-        return replaced
+            opaque.target, all_forwards[module] = forwards[module], opaque.forward
+        return all_forwards
 
     @contextmanager
     def off(self) -> Iterator[None]:

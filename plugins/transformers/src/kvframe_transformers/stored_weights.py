@@ -71,8 +71,8 @@ def _bytes_of_weights(file: Path) -> dict[str, torch.Tensor]:
 
     The library safetensors maps files too, but lets the system read megabytes ahead of each byte that is used.
     """
-    with file.open("rb") as opened:
-        content = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    with file.open("rb") as stream:
+        content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     if hasattr(mmap, "MADV_RANDOM"):
         content.madvise(mmap.MADV_RANDOM)
     first = 8 + int.from_bytes(content[:8], "little")

@@ -58,7 +58,7 @@ class Temperatures:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         """Record the temperatures of ``modules``; nothing is switched."""
         self.of: Mapping[nn.Module, Temperature] = {
-            module: found for module in modules if (found := temperature_of(module)) is not None
+            module: temperature for module in modules if (temperature := temperature_of(module)) is not None
         }
         self._original = {module: getattr(module, _SWITCH) for module in self.of}
 

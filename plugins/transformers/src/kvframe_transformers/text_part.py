@@ -34,11 +34,11 @@ def idle_parts(model: Any, name: str) -> tuple[str, ...]:
     decoder = paths.get(model.get_decoder())
     if not decoder:
         return ()
-    needed = set(record(model, name).ran) | {model.get_input_embeddings(), model.get_output_embeddings()}
+    needed_modules = set(record(model, name).ran) | {model.get_input_embeddings(), model.get_output_embeddings()}
     return tuple(
         path
         for path, module in _beside(model, decoder)
-        if any(True for _ in module.parameters()) and needed.isdisjoint(module.modules())
+        if any(True for _ in module.parameters()) and needed_modules.isdisjoint(module.modules())
     )
 
 

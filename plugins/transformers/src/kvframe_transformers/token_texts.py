@@ -130,10 +130,14 @@ def without_common(prompt_end: str, text: str) -> tuple[str, str]:
     return prompt_end[num_common:] if num_common == len(text) else "", text[num_common:]
 
 
-def num_equal(text: str, other: str) -> int:
+def num_equal(text: str, other_text: str) -> int:
     """Return the number of characters in the common beginning of two texts."""
-    differing = (index for index, (left, right) in enumerate(zip(text, other, strict=False)) if left != right)
-    return next(differing, min(len(text), len(other)))
+    differing = (
+        index
+        for index, (first_item, second_item) in enumerate(zip(text, other_text, strict=False))
+        if first_item != second_item
+    )
+    return next(differing, min(len(text), len(other_text)))
 
 
 @lru_cache(maxsize=8)
@@ -183,9 +187,9 @@ class _Texts(dict[int, "str | bytes | None"]):
 
     def __init__(self, tokenizer: Tokenizer, special_tokens: bool, text_of: Callable[[str], str | bytes]) -> None:
         super().__init__()
-        added = () if special_tokens else tokenizer.get_added_tokens_decoder().values()
+        added_tokens = () if special_tokens else tokenizer.get_added_tokens_decoder().values()
         self.token_of = tokenizer.id_to_token
-        self._skipped = {token.content for token in added if token.special}
+        self._skipped = {token.content for token in added_tokens if token.special}
         self._text_of = text_of
 
     def __missing__(self, token_id: int) -> str | bytes | None:
@@ -220,16 +224,16 @@ def _byte_of(token: str) -> bytes | None:
 def _bytes_of_characters(token: str) -> bytes:
     """Return the bytes of a byte-level token."""
     values = [_BYTE_OF.get(character) for character in token]
-    known = [value for value in values if value is not None]
+    known_values = [value for value in values if value is not None]
     # An added token may hold characters that stand for no byte; such a token is its own text.
-    return bytes(known) if len(known) == len(values) else token.encode()
+    return bytes(known_values) if len(known_values) == len(values) else token.encode()
 
 
 def _byte_of_characters() -> dict[str, int]:
     """Return the byte that each character of a byte-level token stands for, as GPT-2's tokenizer numbers them."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    other_bytes = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(other_bytes)}
 
 
 _BYTE_OF = _byte_of_characters()

@@ -71,11 +71,13 @@ class UniformTensors:
             return None if number is None else number.to(result.dtype)
         if torch.Tag.pointwise not in func.tags or kwargs:
             return None
-        numbers = [self.number_of(each) if isinstance(each, torch.Tensor) else each for each in args]
+        numbers = [self.number_of(argument) if isinstance(argument, torch.Tensor) else argument for argument in args]
         if func._schema.is_mutable and numbers and numbers[0] is not None:
             numbers[0] = numbers[0].clone()
-        known = all(each is not None for each in numbers) and any(isinstance(each, torch.Tensor) for each in args)
-        number = func(*numbers) if known else None
+        is_known = all(argument is not None for argument in numbers) and any(
+            isinstance(argument, torch.Tensor) for argument in args
+        )
+        number = func(*numbers) if is_known else None
         return number.to(result.dtype) if isinstance(number, torch.Tensor) else None
 
     def _change(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: torch.Tensor | None) -> None:
@@ -105,7 +107,7 @@ class AnyIndex(TorchFunctionMode):
         """Answer a look-up; run every other call."""
         if func is torch.Tensor.__getitem__ and args[0].is_meta and isinstance(args[1], tuple):
             number = self._uniform.number_of(args[0])
-            are_indices = all(isinstance(each, torch.Tensor) and not each.is_meta for each in args[1])
+            are_indices = all(isinstance(index, torch.Tensor) and not index.is_meta for index in args[1])
             if number is not None and are_indices and len(args[1]) == args[0].dim():
-                return number.expand(torch.broadcast_shapes(*(each.shape for each in args[1])))
+                return number.expand(torch.broadcast_shapes(*(index.shape for index in args[1])))
         return func(*args, **(kwargs or {}))

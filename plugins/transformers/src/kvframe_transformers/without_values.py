@@ -55,11 +55,11 @@ def _with_all_rows(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> 
 
 def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return indices with no index instead of each mask: one for each of its dimensions, as ``nonzero`` gives them."""
-    found: list[torch.Tensor | None] = []
+    values: list[torch.Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype is torch.bool and index.is_meta
-        found += [index.new_empty(0, dtype=torch.int64)] * index.dim() if is_mask else [index]  # type: ignore[union-attr]
-    return found
+        values += [index.new_empty(0, dtype=torch.int64)] * index.dim() if is_mask else [index]  # type: ignore[union-attr]
+    return values
 
 
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
