@@ -39,7 +39,7 @@ _GROUP = "kvframe.commands"
 
 def _added_commands() -> Mapping[str, EntryPoint]:
     """Return the commands that installed packages add; kvframe's own names cannot be taken."""
-    return {each.name: each for each in entry_points(group=_GROUP) if each.name not in _COMMANDS}
+    return {command.name: command for command in entry_points(group=_GROUP) if command.name not in _COMMANDS}
 
 
 class LazyGroup(click.Group):
@@ -63,10 +63,10 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that ``args`` name; for an unknown name, raise an error with the nearest command."""
         name = args[0]
-        if name not in _COMMANDS and not name.startswith("-") and name not in (added := _added_commands()):
-            hint = provider_of("command", name)
-            what = "`kvframe --help` says what each does" if hint is None else f"`{to_install(hint)}` adds it"
-            raise UnknownNameError("command", name, [*_COMMANDS, *added], what)
+        if name not in _COMMANDS and not name.startswith("-") and name not in (added_commands := _added_commands()):
+            package = provider_of("command", name)
+            advice = "`kvframe --help` says what each does" if package is None else f"`{to_install(package)}` adds it"
+            raise UnknownNameError("command", name, [*_COMMANDS, *added_commands], advice)
         return super().resolve_command(ctx, args)
 
     def main(
@@ -100,10 +100,10 @@ def _load_added(name: str) -> click.Command | None:
     entry_point = _added_commands().get(name)
     if entry_point is None:
         return None
-    whose = f"the command {name!r} of {entry_point.dist.name if entry_point.dist else 'an unknown package'}"
-    command = call(f"{whose}: loading {entry_point.value}", entry_point.load)
+    label = f"the command {name!r} of {entry_point.dist.name if entry_point.dist else 'an unknown package'}"
+    command = call(f"{label}: loading {entry_point.value}", entry_point.load)
     if not isinstance(command, click.Command):
-        raise PluginError(f"{whose} must be a click command, not {safe_repr(command)}")
+        raise PluginError(f"{label} must be a click command, not {safe_repr(command)}")
     return command
 
 

@@ -34,7 +34,7 @@ _COLUMNS = (34, 30, 10)
 
 
 @attrs.frozen(kw_only=True)
-class _Asked:
+class _CheckRequest:
     """What the command line asks for."""
 
     name: str
@@ -84,9 +84,9 @@ def check(
     "path/to/my_module.py"). Exit code: 0 if all that was checked works, 1 if something is wrong, 2 if something could
     not be checked.
     """
-    asked = _Asked(name=name, kind=kind, options=options, model=model, device=device, only=only, whole=whole)
-    host, modules, entries = _find(asked)
-    parts = [_check_part(asked, entry, host, modules) for entry in entries]
+    request = _CheckRequest(name=name, kind=kind, options=options, model=model, device=device, only=only, whole=whole)
+    host, modules, entries = _find(request)
+    parts = [_check_part(request, entry, host, modules) for entry in entries]
     if as_json:
         print_json({"name": name, "parts": parts})
     else:
@@ -99,32 +99,32 @@ def check(
 # --- what a name stands for -------------------------------------------------------------------------------------------
 
 
-def _find(asked: _Asked) -> tuple[PluginHost, Sequence[Any], Sequence[Claim]]:
+def _find(request: _CheckRequest) -> tuple[PluginHost, Sequence[Any], Sequence[Claim]]:
     """Return the loaded plugins, the module that was named if any, and the claims to check."""
     from kvframe.loading.plugins import load_plugins
 
     host = load_plugins()
     modules = []
     claims = [entry for catalogue in host.registry.catalogues.values() for entry in catalogue.claims()]
-    found = [entry for entry in claims if asked.name in (entry.name, entry.id)]
-    if not found:
-        records = [each for each in host.records if asked.name in (each.name, each.id, each.distribution)]
+    entries = [entry for entry in claims if request.name in (entry.name, entry.id)]
+    if not entries:
+        records = [record for record in host.records if request.name in (record.name, record.id, record.distribution)]
         for record in records:
             if record.status != "loaded":
                 raise PluginError(f"plugin {record.id} was set aside, so it cannot be checked: {_why(record)}")
         if not records:
-            modules = [_import(asked.name, host, claims)]
+            modules = [_import(request.name, host, claims)]
             host = load_plugins(plugins=modules)
             claims = [entry for catalogue in host.registry.catalogues.values() for entry in catalogue.claims()]
-        owners = {each.id for each in records} or {f"{module.__name__}:{module.__name__}" for module in modules}
-        found = [entry for entry in claims if entry.plugin in owners]
-        if not found:
-            raise PluginError(f"the plugin {asked.name!r} registers nothing, so there is nothing to check")
-    chosen = [entry for entry in found if asked.kind in (None, entry.kind)]
-    if not chosen:
-        kinds = sorted({entry.kind for entry in found})
-        raise UnknownNameError("kind", str(asked.kind), kinds, f"{asked.name!r} is registered as these")
-    return host, modules, chosen
+        owners = {record.id for record in records} or {f"{module.__name__}:{module.__name__}" for module in modules}
+        entries = [entry for entry in claims if entry.plugin in owners]
+        if not entries:
+            raise PluginError(f"the plugin {request.name!r} registers nothing, so there is nothing to check")
+    entries_of_kind = [entry for entry in entries if request.kind in (None, entry.kind)]
+    if not entries_of_kind:
+        kinds = sorted({entry.kind for entry in entries})
+        raise UnknownNameError("kind", str(request.kind), kinds, f"{request.name!r} is registered as these")
+    return host, modules, entries_of_kind
 
 
 def _why(record: PluginRecord) -> str:
@@ -151,17 +151,17 @@ def _import(name: str, host: PluginHost, claims: Sequence[Claim]) -> Any:
     except (ImportError, ValueError):
         is_there = False
     if not is_there:
-        known = {*(entry.name for entry in claims), *(record.name for record in host.records)}
+        known_names = {*(entry.name for entry in claims), *(record.name for record in host.records)}
         set_aside = [f"{record.id} ({_why(record)})" for record in host.records if record.status != "loaded"]
         hint = f"plugins set aside: {'; '.join(set_aside)}" if set_aside else ""
-        raise UnknownNameError("plugin, registered name or module", name, known, hint_for(name) or hint)
+        raise UnknownNameError("plugin, registered name or module", name, known_names, hint_for(name) or hint)
     return call(f"importing {module}", importlib.import_module, module)
 
 
 # --- checking ---------------------------------------------------------------------------------------------------------
 
 
-def _check_part(asked: _Asked, entry: Claim, host: PluginHost, modules: Sequence[Any]) -> dict[str, Any]:
+def _check_part(request: _CheckRequest, entry: Claim, host: PluginHost, modules: Sequence[Any]) -> dict[str, Any]:
     """Return what was found about one part, as plain values."""
     from kvframe.contract.errors import KVFrameError
     from kvframe.testing.checks import run_checks
@@ -171,19 +171,19 @@ def _check_part(asked: _Asked, entry: Claim, host: PluginHost, modules: Sequence
         part = entry.load()
         if reason := entry.why_unusable(part):
             raise PluginError(f"it cannot run here: {reason}")
-        checks = _checks_of(asked, entry, part, host, modules)
-        if asked.only is not None:
-            checks = checks.only(asked.only)
+        checks = _checks_of(request, entry, part, host, modules)
+        if request.only is not None:
+            checks = checks.only(request.only)
     except (StackError, UnknownNameError):
         raise
     except KVFrameError as error:
         return {**result, "verdict": "not checked", "reason": str(error)}
     with progress(f"{KINDS[entry.kind].label} {entry.name}", len(checks.checks)) as show:
         report = run_checks(checks, show)
-    return {**result, **_to_dict(asked, entry, part, report)}
+    return {**result, **_to_dict(request, entry, part, report)}
 
 
-def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules: Sequence[Any]) -> Checks:
+def _checks_of(request: _CheckRequest, entry: Claim, part: Any, host: PluginHost, modules: Sequence[Any]) -> Checks:
     """Return the checks of a part of any kind."""
     from kvframe.testing.backend_checks import backend_checks
     from kvframe.testing.eviction import policy_checks
@@ -191,21 +191,21 @@ def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules
     from kvframe.testing.spec_checks import spec_checks
     from kvframe.testing.wrappers import wrapper_checks
 
-    options, registry = _parse(asked.options), host.registry
-    whole = asked.whole or asked.only is not None
+    options, registry = _parse(request.options), host.registry
+    whole = request.whole or request.only is not None
     if entry.kind == "backend":
-        return backend_checks(part, name=entry.name, device=asked.device, whole=whole)
+        return backend_checks(part, name=entry.name, device=request.device, whole=whole)
     if entry.kind == "spec":
         variants = None if options is None else [options]
         return spec_checks(part, variants, name=entry.name, registry=registry, whole=whole)
     if entry.kind == "format":
         return format_checks(part, options, name=entry.name, registry=registry, whole=whole)
     if entry.kind == "model_adapter":
-        if asked.model is None:
+        if request.model is None:
             raise PluginError("a model adapter is checked with a small model that it reads: give --model PATH")
         from kvframe.engine import adapter_checks
 
-        return adapter_checks(part, asked.model, name=entry.name, plugins=modules)
+        return adapter_checks(part, request.model, name=entry.name, plugins=modules)
     if entry.kind == "wrapper":
         return wrapper_checks(part, options, name=entry.name)
     if entry.kind == "eviction":
@@ -218,15 +218,15 @@ def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules
 
 def _parse(options: str | None) -> Mapping[str, Any] | None:
     try:
-        parsed = None if options is None else json.loads(options)
+        table = None if options is None else json.loads(options)
     except ValueError as error:
         raise StackError(f"--options must be a JSON object, not {shown(options)}: {error}") from error
-    if parsed is not None and not isinstance(parsed, dict):
+    if table is not None and not isinstance(table, dict):
         raise StackError(f"--options must be a JSON object, not {shown(options)}")
-    return parsed
+    return table
 
 
-def _to_dict(asked: _Asked, entry: Claim, part: Any, report: Report) -> dict[str, Any]:
+def _to_dict(request: _CheckRequest, entry: Claim, part: Any, report: Report) -> dict[str, Any]:
     from kvframe.testing.checks import source_of
 
     failure = next(iter(report.failures.items()), None)
@@ -240,7 +240,7 @@ def _to_dict(asked: _Asked, entry: Claim, part: Any, report: Report) -> dict[str
             "check": failure[0],
             "sentence": failure[1],
             "source": source_of(part, report.errors[failure[0]]),
-            "command": asked.command(entry.kind, failure[0]),
+            "command": request.command(entry.kind, failure[0]),
         },
     }
 
@@ -276,10 +276,10 @@ def _say(sentence: str) -> None:
 
 def _folded(*cells: str) -> Iterator[str]:
     """Yield the lines of a row whose cells are folded to the columns."""
-    folded = [textwrap.wrap(cell, width) or [""] for cell, width in zip(cells, _COLUMNS, strict=True)]
-    for index in range(max(map(len, folded))):
+    cell_lines = [textwrap.wrap(cell, width) or [""] for cell, width in zip(cells, _COLUMNS, strict=True)]
+    for index in range(max(map(len, cell_lines))):
         line = "  ".join(
             (lines[index] if index < len(lines) else "").ljust(width)
-            for lines, width in zip(folded, _COLUMNS, strict=True)
+            for lines, width in zip(cell_lines, _COLUMNS, strict=True)
         )
         yield f"  {line}".rstrip()

@@ -62,10 +62,10 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
         *_plugin_problems(host, names),
         *find_misnamed(),
     ]
-    checked = None
+    model_check = None
     if model is not None and not torch_problem:
-        checked = check_model(find_model(model, weights=False), stack, host)
-        problems += checked.problems
+        model_check = check_model(find_model(model, weights=False), stack, host)
+        problems += model_check.problems
     report = {
         "versions": _versions(host),
         "devices": [] if torch_problem else _devices(),
@@ -76,8 +76,8 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
         ],
         "names": names,
         "problems": problems,
-        "model": None if checked is None else dict(checked.facts),
-        "next": _next_steps(problems, names, checked),
+        "model": None if model_check is None else dict(model_check.facts),
+        "next": _next_steps(problems, names, model_check),
     }
     if as_json:
         print_json(report)
@@ -91,17 +91,17 @@ def _versions(host: PluginHost) -> dict[str, str | None]:
     """Return the versions of kvframe, its contract, Python, the system and what kvframe and its plugins require."""
     from kvframe.contract.hookspecs import API_VERSION
 
-    required = {
-        canonical(needed.name)
-        for _, needed in _requirements(host)
-        if isinstance(needed, Requirement) and not needed.name.startswith("kvframe")
+    distributions = {
+        canonical(requirement.name)
+        for _, requirement in _requirements(host)
+        if isinstance(requirement, Requirement) and not requirement.name.startswith("kvframe")
     }
     return {
         "kvframe": _version("kvframe"),
         "contract": API_VERSION,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        **{name: _version(name) for name in sorted(required)},
+        **{name: _version(name) for name in sorted(distributions)},
     }
 
 
@@ -181,22 +181,22 @@ def _state_of(entry: Claim) -> dict[str, str]:
 
 def _libraries(entries: Sequence[Claim]) -> list[dict[str, Any]]:
     """Return the modules that registered names need, by name; an empty version is that of none or an unknown one."""
-    needed: dict[str, list[Claim]] = {}
+    claims_by_module: dict[str, list[Claim]] = {}
     for entry in entries:
         for module in entry.needs:
-            needed.setdefault(module.partition(".")[0], []).append(entry)
+            claims_by_module.setdefault(module.partition(".")[0], []).append(entry)
     providers = importlib.metadata.packages_distributions()
     libraries = []
-    for module, wanting in sorted(needed.items()):
-        installed = not any(missing.partition(".")[0] == module for missing in wanting[0].missing())
-        distributions = providers.get(module, []) if installed else []
+    for module, claims in sorted(claims_by_module.items()):
+        is_installed = not any(missing.partition(".")[0] == module for missing in claims[0].missing())
+        distributions = providers.get(module, []) if is_installed else []
         libraries.append(
             {
                 "module": module,
                 "version": ", ".join(sorted({_version(distribution) or "" for distribution in distributions})),
-                "installed": installed,
-                "needed_by": [f"{entry.kind.replace('_', ' ')} {entry.name}" for entry in wanting],
-                "install": "" if installed else next((entry.install for entry in wanting if entry.install), ""),
+                "installed": is_installed,
+                "needed_by": [f"{entry.kind.replace('_', ' ')} {entry.name}" for entry in claims],
+                "install": "" if is_installed else next((entry.install for entry in claims if entry.install), ""),
             }
         )
     return libraries
@@ -206,28 +206,29 @@ def _requirements(host: PluginHost) -> Iterator[tuple[str, Requirement | str]]:
     """Yield what kvframe's and the plugins' distributions require here, each with the distribution."""
     for distribution in dict.fromkeys(["kvframe", *(record.distribution for record in host.records)]):
         try:
-            written = importlib.metadata.requires(distribution) or []
+            requirement_texts = importlib.metadata.requires(distribution) or []
         except importlib.metadata.PackageNotFoundError:
             continue  # a module that was passed as a plugin
-        for text in written:
+        for text in requirement_texts:
             try:
-                needed = Requirement(text)
-                if needed.marker is None or needed.marker.evaluate({"extra": ""}):
-                    yield distribution, needed
+                requirement = Requirement(text)
+                if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                    yield distribution, requirement
             except (InvalidRequirement, UndefinedComparison, UndefinedEnvironmentName) as error:
                 yield distribution, f"its requirement {joined_lines(text)} cannot be read: {joined_lines(str(error))}"
 
 
 def _requirement_problems(host: PluginHost) -> Iterator[str]:
     """Yield the requirements that are not met."""
-    for distribution, needed in _requirements(host):
-        if isinstance(needed, str):
-            yield f"{distribution}: {needed}"
+    for distribution, requirement in _requirements(host):
+        if isinstance(requirement, str):
+            yield f"{distribution}: {requirement}"
             continue
-        version = _version(needed.name)
-        if version is None or not needed.specifier.contains(version, prereleases=True):
-            there = "it is not installed" if version is None else f"{version} is installed"
-            yield f"{distribution} needs {needed.name}{needed.specifier}, and {there}: pip install '{needed}'"
+        version = _version(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            finding = "it is not installed" if version is None else f"{version} is installed"
+            needs = f"{distribution} needs {requirement.name}{requirement.specifier}"
+            yield f"{needs}, and {finding}: pip install '{requirement}'"
 
 
 def _plugin_problems(host: PluginHost, names: Sequence[Mapping[str, str]]) -> Iterator[str]:
@@ -242,23 +243,23 @@ def _plugin_problems(host: PluginHost, names: Sequence[Mapping[str, str]]) -> It
                 f"{kind} {name} is claimed by {' and '.join(owners)}: choose one in the stack, "
                 f'[plugins.owners.{kind}] {name} = "{owners[0]}"'
             )
-    for registered in names:
-        if registered["state"] == "broken":
-            yield "{kind} {name} of {plugin} is broken: {reason}".format(**registered)
+    for entry in names:
+        if entry["state"] == "broken":
+            yield "{kind} {name} of {plugin} is broken: {reason}".format(**entry)
 
 
-def _next_steps(problems: Sequence[str], names: Sequence[Mapping[str, str]], checked: ModelCheck | None) -> list[str]:
+def _next_steps(
+    problems: Sequence[str], names: Sequence[Mapping[str, str]], model_check: ModelCheck | None
+) -> list[str]:
     """Return what to type next."""
-    if checked is not None and checked.install:
-        return [checked.install]
+    if model_check is not None and model_check.install:
+        return [model_check.install]
     if problems:
         return ["kvframe doctor, after the problems are solved"]
-    usable = [registered for registered in names if registered["state"] == "usable"]
-    if not any(registered["kind"] == "model adapter" for registered in usable):
+    usable_entries = [entry for entry in names if entry["state"] == "usable"]
+    if not any(entry["kind"] == "model adapter" for entry in usable_entries):
         return [f"{to_install('kvframe-transformers')} to read Hugging Face models"]
-    if all(
-        registered["plugin"].startswith(f"{BUILTIN_OWNER}:") for registered in usable if registered["kind"] == "backend"
-    ):
+    if all(entry["plugin"].startswith(f"{BUILTIN_OWNER}:") for entry in usable_entries if entry["kind"] == "backend"):
         return [f"{to_install('kvframe-torch')} for a backend that is not slow on purpose"]
     return [
         "kvframe plan MODEL to see what its cache takes",

@@ -65,16 +65,16 @@ def explain(
     description, note = setup.description, setup.note
     backends = [registry.backends.get(name).id for name in registry.backends.names()]
     choices = {choice.layer: choice for choice in (*setup.choices, *setup.draft_choices)}
-    explained = [
+    explanations = [
         _explain(layer, setup.grouping, choices.get(layer.name), backends) for layer in setup.all_layers if layer.spec
     ]
     if html is not None:
-        notes = [each for each in (note, f"cached pages are evicted by {eviction}") if each]
-        write_page(html, "explain.html", _page(description.name, explained, registry, notes))
+        notes = [note_text for note_text in (note, f"cached pages are evicted by {eviction}") if note_text]
+        write_page(html, "explain.html", _page(description.name, explanations, registry, notes))
     if as_json:
-        print_json({"model": description.name, "note": note, "eviction": eviction, "layers": explained})
+        print_json({"model": description.name, "note": note, "eviction": eviction, "layers": explanations})
         return
-    _print(description.name, explained, registry, verbose)
+    _print(description.name, explanations, registry, verbose)
     if note is not None:
         print_note(note)
     if stack.cache.eviction.name != LRU.name:
@@ -84,7 +84,7 @@ def explain(
 def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backends: Sequence[str]) -> dict[str, Any]:
     assert layer.spec is not None
     groups = grouping.groups_of(layer.name) if layer.spec.keeps_past else ()
-    place = {
+    facts = {
         "layer": layer.name,
         "kind": layer.spec.kind,
         "group": groups[0].index if groups else None,
@@ -94,65 +94,74 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backen
     }
     if choice is None:
         nothing: dict[str, Any] = {"backend": None, "on_copies": False, "others": []}
-        return {**place, "wrappers": [], **nothing}
-    considered = {candidate.name: candidate for candidate in choice.candidates}
-    others = [
+        return {**facts, "wrappers": [], **nothing}
+    candidates = {candidate.name: candidate for candidate in choice.candidates}
+    other_backends = [
         {
             "backend": candidate.name,
             "codes": [refusal.code for refusal in candidate.refusals],
             "reason": choice.why_not(candidate),
         }
-        for name, candidate in considered.items()
+        for name, candidate in candidates.items()
         if name != choice.backend
     ]
     # If the stack names a backend, no other one is considered.
-    named = f"not asked: the stack names {choice.backend}"
-    others += [{"backend": name, "codes": [], "reason": named} for name in backends if name not in considered]
+    reason = f"not asked: the stack names {choice.backend}"
+    other_backends += [{"backend": name, "codes": [], "reason": reason} for name in backends if name not in candidates]
     return {
-        **place,
+        **facts,
         "wrappers": [_in_words(wrapper) for wrapper in choice.wrappers],
         "backend": choice.backend,
         "on_copies": choice.on_copies,
-        "others": others,
+        "others": other_backends,
     }
 
 
-def _in_words(chosen: MetadataWrapper | EvictionPolicy) -> str:
+def _in_words(part: MetadataWrapper | EvictionPolicy) -> str:
     """Return the name of a wrapper or policy, with its parameters if it has any."""
-    parameters = ", ".join(f"{name} = {value}" for name, value in attrs.asdict(chosen, recurse=False).items())
-    return f"{chosen.name} ({parameters})" if parameters else chosen.name
+    parameters = ", ".join(f"{name} = {value}" for name, value in attrs.asdict(part, recurse=False).items())
+    return f"{part.name} ({parameters})" if parameters else part.name
 
 
-def _served_by(explained: dict[str, Any], names: Mapping[str, str]) -> str:
+def _served_by(explanation: dict[str, Any], names: Mapping[str, str]) -> str:
     """Return a layer's backend, and whether it reads copies of another format."""
-    backend, kv_format = explained["backend"], explained["format"]
+    backend, kv_format = explanation["backend"], explanation["format"]
     if backend is None:
         return "computed by the model"
     words = names.get(backend, str(backend))
     if kv_format != PLAIN.name:
-        words += f", on copies of {kv_format}" if explained["on_copies"] else f", on {kv_format}"
+        words += f", on copies of {kv_format}" if explanation["on_copies"] else f", on {kv_format}"
     return words
 
 
-def _print(model: str, explained: Sequence[dict[str, Any]], registry: Registry, verbose: bool) -> None:
+def _print(model: str, explanations: Sequence[dict[str, Any]], registry: Registry, verbose: bool) -> None:
     """Print one row for all layers with equal choices, then each reason against other backends once."""
     names = _short_names(registry)
-    alike = _rows_of(explained, names)
+    layers_by_row = _rows_of(explanations, names)
     print_table(
-        f"{model}: {len(explained)} layers",
+        f"{model}: {len(explanations)} layers",
         ("row", "layers", "kind", "group", "wrappers", "backend"),
         [
-            (str(number), f"{len(of_row)}: {compact_names([each['layer'] for each in of_row])}", *row[:_NUM_CELLS])
-            for number, (row, of_row) in enumerate(alike.items(), start=1)
+            (
+                str(number),
+                f"{len(row_layers)}: {compact_names([layer['layer'] for layer in row_layers])}",
+                *row[:_NUM_CELLS],
+            )
+            for number, (row, row_layers) in enumerate(layers_by_row.items(), start=1)
         ],
     )
-    others = {number: of_row[0]["others"] for number, of_row in enumerate(alike.values(), start=1)}
-    others = {number: found for number, found in others.items() if found}
+    others_by_row = {
+        number: row_layers[0]["others"] for number, row_layers in enumerate(layers_by_row.values(), start=1)
+    }
+    others_by_row = {number: row_others for number, row_others in others_by_row.items() if row_others}
     if verbose:
-        for number, found in others.items():
-            print_facts(f"Row {number}: why not", [(each["backend"], _in_short(each, registry)) for each in found])
-    elif others:
-        print_reasons("Why not the others", _by_reason(others, names, registry))
+        for number, row_others in others_by_row.items():
+            print_facts(
+                f"Row {number}: why not",
+                [(candidate["backend"], _in_short(candidate, registry)) for candidate in row_others],
+            )
+    elif others_by_row:
+        print_reasons("Why not the others", _by_reason(others_by_row, names, registry))
         print_note("--verbose says it row by row; `kvframe plugins NAME` says what a backend needs")
 
 
@@ -162,65 +171,72 @@ def _short_names(registry: Registry) -> dict[str, str]:
 
 
 def _rows_of(
-    explained: Sequence[dict[str, Any]], names: Mapping[str, str]
+    explanations: Sequence[dict[str, Any]], names: Mapping[str, str]
 ) -> dict[tuple[str, ...], list[dict[str, Any]]]:
     """Return the layers of each row, which have equal choices."""
-    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for each in explained:
-        alike.setdefault(_row(each, names), []).append(each)
-    return alike
+    layers_by_row: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for layer in explanations:
+        layers_by_row.setdefault(_row(layer, names), []).append(layer)
+    return layers_by_row
 
 
-def _page(model: str, explained: Sequence[dict[str, Any]], registry: Registry, notes: Sequence[str]) -> dict[str, Any]:
+def _page(
+    model: str, explanations: Sequence[dict[str, Any]], registry: Registry, notes: Sequence[str]
+) -> dict[str, Any]:
     """Return the data of the page."""
     names = _short_names(registry)
     return {
         "model": model,
-        "num_layers": len(explained),
+        "num_layers": len(explanations),
         "notes": list(notes),
         "rows": [
             {
-                "num_layers": len(of_row),
-                "layers": compact_names([each["layer"] for each in of_row]),
+                "num_layers": len(row_layers),
+                "layers": compact_names([layer["layer"] for layer in row_layers]),
                 "kind": row[0],
                 "place": "no cache group" if row[1] == "none" else f"cache group {row[1]}",
-                "wrappers": of_row[0]["wrappers"],
+                "wrappers": row_layers[0]["wrappers"],
                 "backend": row[3],
                 "others": [
-                    {"backend": names.get(each["backend"], each["backend"]), "reason": _in_short(each, registry)}
-                    for each in of_row[0]["others"]
+                    {
+                        "backend": names.get(candidate["backend"], candidate["backend"]),
+                        "reason": _in_short(candidate, registry),
+                    }
+                    for candidate in row_layers[0]["others"]
                 ],
             }
-            for row, of_row in _rows_of(explained, names).items()
+            for row, row_layers in _rows_of(explanations, names).items()
         ],
     }
 
 
-def _row(explained: dict[str, Any], names: Mapping[str, str]) -> tuple[str, ...]:
+def _row(explanation: dict[str, Any], names: Mapping[str, str]) -> tuple[str, ...]:
     """Return what is equal for layers of one row: its cells, and what is said below the table."""
-    group = "none" if explained["group"] is None else str(explained["group"])
-    rollback = "" if explained["rollback_group"] is None else f" and {explained['rollback_group']}"
-    shares = f" (of {explained['shares_with']})" if explained["shares_with"] else ""
+    group = "none" if explanation["group"] is None else str(explanation["group"])
+    rollback = "" if explanation["rollback_group"] is None else f" and {explanation['rollback_group']}"
+    shares = f" (of {explanation['shares_with']})" if explanation["shares_with"] else ""
     cells = (
-        explained["kind"],
+        explanation["kind"],
         group + rollback + shares,
-        " → ".join(explained["wrappers"]) or "none",
-        _served_by(explained, names),
+        " → ".join(explanation["wrappers"]) or "none",
+        _served_by(explanation, names),
     )
-    return (*cells, *(f"{other['backend']}: {other['reason']}" for other in explained["others"]))
+    return (*cells, *(f"{other['backend']}: {other['reason']}" for other in explanation["others"]))
 
 
 def _by_reason(
-    others: Mapping[int, Sequence[dict[str, Any]]], names: Mapping[str, str], registry: Registry
+    others_by_row: Mapping[int, Sequence[dict[str, Any]]], names: Mapping[str, str], registry: Registry
 ) -> dict[str, list[str]]:
     """Return each reason with its backends, each with its rows unless it has all; able backends come first."""
     rows_of: dict[tuple[bool, str], dict[str, list[int]]] = {}
-    for number, passed_over in others.items():
-        for other in passed_over:
+    for number, row_others in others_by_row.items():
+        for other in row_others:
             reason = bool(other["codes"]), _in_short(other, registry)
             rows_of.setdefault(reason, {}).setdefault(names.get(other["backend"], other["backend"]), []).append(number)
     return {
-        reason: [name if len(rows) == len(others) else f"{name} ({_rows(rows)})" for name, rows in backends.items()]
+        reason: [
+            name if len(rows) == len(others_by_row) else f"{name} ({_rows(rows)})" for name, rows in backends.items()
+        ]
         for (_, reason), backends in sorted(rows_of.items(), key=lambda item: item[0][0])
     }
 

@@ -64,9 +64,10 @@ def run_guarded(command: Callable[[], Any]) -> int:
 
 def joined_lines(text: str) -> str:
     """Return a message as one printable line, without its middle if it is long."""
-    line = "; ".join(stripped for part in text.splitlines() if (stripped := part.strip()))
+    line = "; ".join(content for part in text.splitlines() if (content := part.strip()))
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in shorten(line, _MAX_SENTENCE)
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in shorten(line, _MAX_SENTENCE)
     )
 
 
@@ -173,11 +174,11 @@ class _Interrupts:
         self.came = True
         raise KeyboardInterrupt
 
-    def _try_again(self, what: Any) -> None:
+    def _try_again(self, hook_arguments: Any) -> None:
         """Send Ctrl-C again if it was raised where Python prints exceptions and continues, as in a weakref callback."""
-        if issubclass(what.exc_type, KeyboardInterrupt):
-            again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
-            again.daemon = True
-            again.start()
+        if issubclass(hook_arguments.exc_type, KeyboardInterrupt):
+            timer = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
+            timer.daemon = True
+            timer.start()
         else:
-            self._hook(what)
+            self._hook(hook_arguments)

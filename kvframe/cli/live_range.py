@@ -39,8 +39,8 @@ def _chunk_len(spec: KVCacheSpec, n: int) -> int | None:
     if len(before) != 1 or spec.live_ranges(starts[0]):
         return None
     chunk = starts[0] - before[0][0]
-    expected = [((at - at % chunk, at),) if at % chunk else () for at in (n, n - 1, starts[0], chunk, 1)]
-    return chunk if expected == [spec.live_ranges(at) for at in (n, n - 1, starts[0], chunk, 1)] else None
+    chunk_ranges = [((at - at % chunk, at),) if at % chunk else () for at in (n, n - 1, starts[0], chunk, 1)]
+    return chunk if chunk_ranges == [spec.live_ranges(at) for at in (n, n - 1, starts[0], chunk, 1)] else None
 
 
 def _range_in_words(

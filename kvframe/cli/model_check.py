@@ -70,7 +70,11 @@ def _lacking(missing: list[tuple[str, str]], records: Sequence[PluginRecord]) ->
             for (kind, name), provider in providers.items()
         ),
         install=_install_all(
-            [*dict.fromkeys(each for each in providers.values() if each is not None and each not in not_loaded)]
+            [
+                *dict.fromkeys(
+                    provider for provider in providers.values() if provider is not None and provider not in not_loaded
+                )
+            ]
         ),
     )
 
@@ -87,7 +91,11 @@ def _whence(provider: str | None, not_loaded: Mapping[str, PluginRecord]) -> str
 def _install_all(packages: list[str]) -> str:
     """Return one command that installs several packages; empty for none."""
     command = "pip install"
-    return " ".join([command, *(to_install(each).removeprefix(f"{command} ") for each in packages)]) if packages else ""
+    return (
+        " ".join([command, *(to_install(package).removeprefix(f"{command} ") for package in packages)])
+        if packages
+        else ""
+    )
 
 
 def _facts(setup: Setup) -> dict[str, str]:

@@ -20,10 +20,13 @@ def keep_output_apart() -> None:
         if (stdout.fileno(), sys.stderr.fileno()) != (1, 2):
             return
         stdout.flush()
-        own = os.dup(1)
+        own_stdout = os.dup(1)
         os.dup2(2, 1)
     except (OSError, AttributeError):  # a closed stream
         return
     sys.stdout = io.TextIOWrapper(
-        os.fdopen(own, "wb"), encoding=stdout.encoding, errors=stdout.errors, line_buffering=stdout.line_buffering
+        os.fdopen(own_stdout, "wb"),
+        encoding=stdout.encoding,
+        errors=stdout.errors,
+        line_buffering=stdout.line_buffering,
     )

@@ -82,13 +82,13 @@ def plan(
     )
     registry = load_checked_plugins(stack).registry
     setup = Setup.read(find_model(model, weights=False), stack, registry, runs_here=False)
-    planned = setup.plan
-    if max(num_tokens, default=0) > planned.max_model_len:
-        raise click.UsageError(f"--num-tokens: a request has at most {planned.max_model_len} tokens")
-    lengths = sorted(set(num_tokens)) or _listed_lens(planned.max_model_len)
-    if html is not None and planned.groups:
-        concurrency = _concurrency(planned, lengths)
-        page = page_of_plan(setup.description, setup.all_layers, setup.grouping, planned, concurrency)
+    cache_plan = setup.plan
+    if max(num_tokens, default=0) > cache_plan.max_model_len:
+        raise click.UsageError(f"--num-tokens: a request has at most {cache_plan.max_model_len} tokens")
+    lengths = sorted(set(num_tokens)) or _listed_lens(cache_plan.max_model_len)
+    if html is not None and cache_plan.groups:
+        concurrency = _concurrency(cache_plan, lengths)
+        page = page_of_plan(setup.description, setup.all_layers, setup.grouping, cache_plan, concurrency)
         write_page(html, "plan.html", page)
     if as_json:
         print_json(_to_dict(setup, lengths))
@@ -104,15 +104,15 @@ def _listed_lens(max_model_len: int) -> list[int]:
 
 def _computed_otherwise(setup: Setup) -> list[dict[str, Any]]:
     """Return the layers that see fewer tokens than their group stores; layers with equal specs are one entry."""
-    alike: dict[tuple[int, KVCacheSpec], list[str]] = {}
+    layers_by_spec: dict[tuple[int, KVCacheSpec], list[str]] = {}
     for layer in setup.all_layers:
         if layer.spec is not None and layer.spec.keeps_past:
             group = setup.grouping.group_of(layer.name)
             if layer.spec.group_key != group.spec.group_key:
-                alike.setdefault((group.index, layer.spec), []).append(layer.name)
+                layers_by_spec.setdefault((group.index, layer.spec), []).append(layer.name)
     return [
         {"group": index, "kind": spec.kind, "needs": describe_live_range(spec, setup.max_model_len), "layers": names}
-        for (index, spec), names in alike.items()
+        for (index, spec), names in layers_by_spec.items()
     ]
 
 
@@ -122,15 +122,17 @@ def _host_bytes(setup: Setup) -> int:
 
 
 def _to_dict(setup: Setup, lengths: Sequence[int]) -> dict[str, Any]:
-    planned, grouping = setup.plan, setup.grouping
-    plain = planned.to_dict()
-    for group, stored, entry in zip(planned.groups, grouping.groups, plain["groups"], strict=True):
-        entry["formats"] = {name: spec.kv_format.name for name, spec in zip(stored.layers, stored.stored, strict=True)}
+    cache_plan, grouping = setup.plan, setup.grouping
+    plain = cache_plan.to_dict()
+    for group, layer_group, entry in zip(cache_plan.groups, grouping.groups, plain["groups"], strict=True):
+        entry["formats"] = {
+            name: spec.kv_format.name for name, spec in zip(layer_group.layers, layer_group.stored, strict=True)
+        }
         entry["live_range"] = {
-            "words": describe_live_range(group.spec, planned.max_model_len),
+            "words": describe_live_range(group.spec, cache_plan.max_model_len),
             "examples": [
                 {"n": n, "ranges": [list(part) for part in group.spec.live_ranges(n)]}
-                for n in _example_positions(planned.max_model_len)
+                for n in _example_positions(cache_plan.max_model_len)
             ],
         }
     return {
@@ -140,38 +142,42 @@ def _to_dict(setup: Setup, lengths: Sequence[int]) -> dict[str, Any]:
         "note": setup.note,
         "follows": dict(grouping.follows),
         "computed_otherwise": _computed_otherwise(setup),
-        "concurrency": _concurrency(planned, lengths),
+        "concurrency": _concurrency(cache_plan, lengths),
     }
 
 
-def _concurrency(planned: KVCachePlan, lengths: Sequence[int]) -> list[dict[str, Any]]:
+def _concurrency(cache_plan: KVCachePlan, lengths: Sequence[int]) -> list[dict[str, Any]]:
     return [
-        {"num_tokens": n, "max_requests": planned.max_concurrency(n), "max_generating": planned.max_generating(n)}
+        {"num_tokens": n, "max_requests": cache_plan.max_concurrency(n), "max_generating": cache_plan.max_generating(n)}
         for n in lengths
     ]
 
 
 def _print(setup: Setup, lengths: Sequence[int]) -> None:
-    description, grouping, planned = setup.description, setup.grouping, setup.plan
-    computed, num_draft_layers, host_bytes = _computed_otherwise(setup), len(setup.draft_layers), _host_bytes(setup)
+    description, grouping, cache_plan = setup.description, setup.grouping, setup.plan
+    narrower_layers, num_draft_layers, host_bytes = (
+        _computed_otherwise(setup),
+        len(setup.draft_layers),
+        _host_bytes(setup),
+    )
     num_following = len(grouping.follows)
     sharing = f", {num_following} of them read another layer's cache" if num_following else ""
-    if not planned.groups:
+    if not cache_plan.groups:
         click.echo(f"{description.name}: {len(description.layers)} layers, no cache is needed")
         print_note(setup.note or "")
         return
-    of_draft = f"; {num_draft_layers} more for draft tokens" if num_draft_layers else ""
+    draft_text = f"; {num_draft_layers} more for draft tokens" if num_draft_layers else ""
     print_table(
-        f"{description.name}: {len(description.layers)} layers{sharing}{of_draft}",
+        f"{description.name}: {len(description.layers)} layers{sharing}{draft_text}",
         ("group", "kind", "layers", "needs of the past"),
         [
             (
                 str(group.index),
                 group.spec.kind,
                 f"{len(group.layers)}: {compact_names(group.layers)}",
-                describe_live_range(group.spec, planned.max_model_len),
+                describe_live_range(group.spec, cache_plan.max_model_len),
             )
-            for group in planned.groups
+            for group in cache_plan.groups
         ],
     )
     print_table(
@@ -180,55 +186,55 @@ def _print(setup: Setup, lengths: Sequence[int]) -> None:
         [
             (
                 str(group.index),
-                _stored_as(stored.stored),
-                str(group.block_size) if group.block_size < planned.max_model_len else "all",
+                _stored_as(layer_group.stored),
+                str(group.block_size) if group.block_size < cache_plan.max_model_len else "all",
                 format_bytes(group.page_bytes),
                 str(group.pages_per_slab),
                 str(group.peak_blocks),
                 str(generating),
             )
-            for group, stored, generating in zip(
-                planned.groups, grouping.groups, planned.generating_blocks(planned.max_model_len), strict=True
+            for group, layer_group, generating in zip(
+                cache_plan.groups, grouping.groups, cache_plan.generating_blocks(cache_plan.max_model_len), strict=True
             )
         ],
     )
-    if computed:
+    if narrower_layers:
         print_table(
             "Layers that see less than their group stores",
             ("group", "computed as", "layers", "sees of the past"),
             [
                 (
-                    str(each["group"]),
-                    each["kind"],
-                    f"{len(each['layers'])}: {compact_names(each['layers'])}",
-                    each["needs"],
+                    str(entry["group"]),
+                    entry["kind"],
+                    f"{len(entry['layers'])}: {compact_names(entry['layers'])}",
+                    entry["needs"],
                 )
-                for each in computed
+                for entry in narrower_layers
             ],
         )
     swapping = [("host memory", f"{format_bytes(host_bytes)} for preempted requests")] if host_bytes else []
     print_facts(
         "Memory",
         [
-            ("allocated", f"{format_bytes(planned.total_bytes)} ({planned.total_bytes:,} bytes)"),
-            ("slabs", f"{planned.num_slabs:,} of {format_bytes(planned.slab_bytes)}"),
-            *_bytes_held(planned),
-            ("wasted", f"{planned.waste_fraction:.2%} of full slabs"),
-            ("found again", _found_again(planned)),
+            ("allocated", f"{format_bytes(cache_plan.total_bytes)} ({cache_plan.total_bytes:,} bytes)"),
+            ("slabs", f"{cache_plan.num_slabs:,} of {format_bytes(cache_plan.slab_bytes)}"),
+            *_bytes_held(cache_plan),
+            ("wasted", f"{cache_plan.waste_fraction:.2%} of full slabs"),
+            ("found again", _found_again(cache_plan)),
             *swapping,
         ],
     )
     print_table(
         "Requests that fit at once",
         ("tokens each", "requests", "all but one generating"),
-        [(f"{n:,}", f"{planned.max_concurrency(n):,}", f"{planned.max_generating(n):,}") for n in lengths],
+        [(f"{n:,}", f"{cache_plan.max_concurrency(n):,}", f"{cache_plan.max_generating(n):,}") for n in lengths],
     )
     if setup.note is not None:
         print_note(setup.note)
 
 
-def _found_again(planned: KVCachePlan) -> str:
-    shortest = planned.shortest_prefix
+def _found_again(cache_plan: KVCachePlan) -> str:
+    shortest = cache_plan.shortest_prefix
     return "no prefix" if shortest is None else f"prefixes of {shortest:,} tokens, and of multiples of it"
 
 
@@ -239,22 +245,22 @@ def _stored_as(specs: Sequence[KVCacheSpec]) -> str:
     return ", ".join([*sorted(dtypes), *sorted(formats)])
 
 
-def _bytes_held(planned: KVCachePlan) -> list[tuple[str, str]]:
+def _bytes_held(cache_plan: KVCachePlan) -> list[tuple[str, str]]:
     """Return the memory of a request in words: per token, per request, and per token of its other inputs."""
-    held = []
-    if planned.bytes_per_token:
-        held.append(("one more token", f"{format_bytes(planned.bytes_per_token)} while every group keeps it"))
-    if planned.bytes_per_request:
-        held.append(("each request", f"{format_bytes(planned.bytes_per_request)} at most, whatever its length"))
-    for sequence, num_bytes in planned.bytes_per_input_token.items():
-        longest = planned.max_input_lens[sequence]
-        held.append(
+    facts = []
+    if cache_plan.bytes_per_token:
+        facts.append(("one more token", f"{format_bytes(cache_plan.bytes_per_token)} while every group keeps it"))
+    if cache_plan.bytes_per_request:
+        facts.append(("each request", f"{format_bytes(cache_plan.bytes_per_request)} at most, whatever its length"))
+    for sequence, num_bytes in cache_plan.bytes_per_input_token.items():
+        longest = cache_plan.max_input_lens[sequence]
+        facts.append(
             (
                 f"one {sequence} token",
                 f"{format_bytes(num_bytes)}; {format_bytes(num_bytes * longest)} for the longest input, {longest:,}",
             )
         )
-    return held
+    return facts
 
 
 def _example_positions(max_model_len: int) -> list[int]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvframe.loading.registry import Catalogue
 
 
-def _complete(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+def _complete(context: click.Context, parameter: click.Parameter, prefix: str) -> list[CompletionItem]:
     """Complete names of plugins, and registered names of any kind."""
     from kvframe.loading.plugins import load_plugins
 
@@ -28,17 +28,19 @@ def _complete(context: click.Context, parameter: click.Parameter, begun: str) ->
     except KVFrameError:
         return []
     claims = [entry for catalogue in host.registry.catalogues.values() for entry in catalogue.claims()]
-    owners = {record.name: record.distribution for record in host.records} | {each.name: each.owner for each in claims}
-    return [CompletionItem(name, help=owner) for name, owner in sorted(owners.items()) if name.startswith(begun)]
+    owners = {record.name: record.distribution for record in host.records} | {
+        claim.name: claim.owner for claim in claims
+    }
+    return [CompletionItem(name, help=owner) for name, owner in sorted(owners.items()) if name.startswith(prefix)]
 
 
 @click.command(short_help="List the plugins and the names they register.")
-@click.argument("wanted", nargs=-1, metavar="[NAME]...", shell_complete=_complete)
+@click.argument("wanted_names", nargs=-1, metavar="[NAME]...", shell_complete=_complete)
 @click.option("--verbose", is_flag=True, help="Say everything about every plugin.")
 @stack_option
 @click.option("--check", is_flag=True, help="Import what the names stand for, and ask each backend if it can run here.")
 @json_option
-def plugins(wanted: tuple[str, ...], verbose: bool, stack_file: Path | None, check: bool, as_json: bool) -> None:
+def plugins(wanted_names: tuple[str, ...], verbose: bool, stack_file: Path | None, check: bool, as_json: bool) -> None:
     """List the plugins, one a line: version, status and the names they register; and why a name cannot be used here.
 
     A NAME is that of a plugin, of its distribution, or one that it registers: then everything about these plugins is
@@ -48,49 +50,51 @@ def plugins(wanted: tuple[str, ...], verbose: bool, stack_file: Path | None, che
 
     host = load_plugins(read_stack(stack_file).plugins)
     claims = [claim for catalogue in host.registry.catalogues.values() for claim in catalogue.claims()]
-    records = _chosen(host.records, claims, wanted)
-    kept = {record.id for record in records}
-    names = [each for catalogue in host.registry.catalogues.values() for each in _names(catalogue, check, kept)]
+    records = _chosen(host.records, claims, wanted_names)
+    plugin_ids = {record.id for record in records}
+    names = [entry for catalogue in host.registry.catalogues.values() for entry in _names(catalogue, check, plugin_ids)]
     if as_json:
         print_json(_to_dict(records, names))
-    elif wanted or verbose:
+    elif wanted_names or verbose:
         for record in records:
-            _print_whole(record, [each for each in names if each["plugin"] == record.id])
+            _print_whole(record, [entry for entry in names if entry["plugin"] == record.id])
     else:
         _print(records, names, check)
 
 
-def _chosen(records: Sequence[PluginRecord], claims: Sequence[Claim], wanted: Sequence[str]) -> list[PluginRecord]:
+def _chosen(
+    records: Sequence[PluginRecord], claims: Sequence[Claim], wanted_names: Sequence[str]
+) -> list[PluginRecord]:
     """Return the plugins that are named by their own name, their distribution or a name that they register."""
-    called: dict[str, set[str]] = {}
+    ids_by_name: dict[str, set[str]] = {}
     for record in records:
         for name in (record.name, record.id, record.distribution):
-            called.setdefault(name, set()).add(record.id)
+            ids_by_name.setdefault(name, set()).add(record.id)
     for claim in claims:
         for name in (claim.name, claim.id):
-            called.setdefault(name, set()).add(claim.plugin)
-    for name in wanted:
-        if name not in called:
+            ids_by_name.setdefault(name, set()).add(claim.plugin)
+    for name in wanted_names:
+        if name not in ids_by_name:
             from kvframe.loading.misnamed import hint_for
 
-            known = {record.name for record in records} | {claim.name for claim in claims}
+            known_names = {record.name for record in records} | {claim.name for claim in claims}
             hint = hint_for(name) or "`kvframe plugins` lists them"
-            raise UnknownNameError("plugin or registered name", name, sorted(known), hint)
-    kept = {plugin for name in wanted for plugin in called[name]}
-    return [record for record in records if not wanted or record.id in kept]
+            raise UnknownNameError("plugin or registered name", name, sorted(known_names), hint)
+    chosen_ids = {plugin for name in wanted_names for plugin in ids_by_name[name]}
+    return [record for record in records if not wanted_names or record.id in chosen_ids]
 
 
 def _print(records: Sequence[PluginRecord], names: Sequence[dict[str, Any]], check: bool) -> None:
     """Print one line for each plugin, then the plugins that were set aside and the names that cannot be used here."""
     columns = ("plugin", "version", "status")
     rows = [(record.name, record.version or "-", record.status) for record in records]
-    taken = sum(max(map(len, cells)) for cells in zip(columns, *rows, strict=True))
-    width = line_width() - taken - 2 * (len(columns) + 1)
+    table_width = sum(max(map(len, cells)) for cells in zip(columns, *rows, strict=True))
+    width = line_width() - table_width - 2 * (len(columns) + 1)
     print_table(
         "Plugins",
         (*columns, "registers"),
         [
-            (*row, _registered([each for each in names if each["plugin"] == record.id], width))
+            (*row, _registered([entry for entry in names if entry["plugin"] == record.id], width))
             for row, record in zip(rows, records, strict=True)
         ],
     )
@@ -98,23 +102,25 @@ def _print(records: Sequence[PluginRecord], names: Sequence[dict[str, Any]], che
     for record in records:
         if record.reason:
             reasons.setdefault(f"{record.status}: {record.reason}", []).append(f"plugin {record.id}")
-    for each in names:
-        if each["contested"] or each["problem"]:
-            reasons.setdefault(_usable(each), []).append(f"{each['kind'].replace('_', ' ')} {each['name']}")
+    for entry in names:
+        if entry["contested"] or entry["problem"]:
+            reasons.setdefault(_usable(entry), []).append(f"{entry['kind'].replace('_', ' ')} {entry['name']}")
     if reasons:
         print_reasons("Not usable here", reasons)
-    more = "" if check else "; --check imports what is registered"
-    print_note(f"`kvframe plugins NAME` says everything about a plugin or name{more}")
+    advice = "" if check else "; --check imports what is registered"
+    print_note(f"`kvframe plugins NAME` says everything about a plugin or name{advice}")
 
 
 def _registered(names: Sequence[dict[str, Any]], width: int) -> str:
     """Return the names that a plugin registers by kind, or their numbers if the names are longer than a line."""
     by_kind: dict[str, list[str]] = {}
-    for each in names:
-        by_kind.setdefault(each["kind"].replace("_", " "), []).append(each["name"])
-    listed = ", ".join(f"{kind} {', '.join(named)}" for kind, named in by_kind.items())
-    counted = ", ".join(f"{len(named)} {kind}{'s' * (len(named) > 1)}" for kind, named in by_kind.items())
-    return (listed if len(listed) <= width else counted) or "-"
+    for entry in names:
+        by_kind.setdefault(entry["kind"].replace("_", " "), []).append(entry["name"])
+    full_text = ", ".join(f"{kind} {', '.join(kind_names)}" for kind, kind_names in by_kind.items())
+    short_text = ", ".join(
+        f"{len(kind_names)} {kind}{'s' * (len(kind_names) > 1)}" for kind, kind_names in by_kind.items()
+    )
+    return (full_text if len(full_text) <= width else short_text) or "-"
 
 
 def _print_whole(record: PluginRecord, names: Sequence[dict[str, Any]]) -> None:
@@ -125,21 +131,21 @@ def _print_whole(record: PluginRecord, names: Sequence[dict[str, Any]]) -> None:
             ("version", record.version or "unknown"),
             ("contract", record.api_version or "not stated"),
             ("status", f"{record.status}: {record.reason}" if record.reason else record.status),
-            *((f"{each['kind'].replace('_', ' ')} {each['name']}", _in_words(each)) for each in names),
+            *((f"{entry['kind'].replace('_', ' ')} {entry['name']}", _in_words(entry)) for entry in names),
         ],
     )
 
 
 def _names(catalogue: Catalogue, check: bool, plugins: Collection[str]) -> list[dict[str, Any]]:
     """Return these plugins' claims to names as plain values."""
-    contested = catalogue.contested()
+    contested_names = catalogue.contested()
     return [
         {
             "kind": catalogue.kind,
             "name": claim.name,
             "owner": claim.owner,
             "plugin": claim.plugin,
-            "contested": claim.name in contested,
+            "contested": claim.name in contested_names,
             "missing": list(claim.missing()),
             "outdated": list(claim.outdated()),
             "install": claim.install,

@@ -86,11 +86,11 @@ def make_console(stream: TextIO) -> Console:
 
 def _columns_asked_for() -> int:
     """Return the number in ``COLUMNS``; 0 if there is none."""
-    asked = os.environ.get("COLUMNS", "")
-    if not asked.isdecimal():
+    columns = os.environ.get("COLUMNS", "")
+    if not columns.isdecimal():
         return 0
     # Python converts no number of thousands of digits.
-    return int(asked) if len(asked) < len(str(sys.maxsize)) else _WIDEST_LINE
+    return int(columns) if len(columns) < len(str(sys.maxsize)) else _WIDEST_LINE
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -161,13 +161,13 @@ def _column_widths(
     """
     widest = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     available -= len(_GAP) * (len(columns) - 1)
-    for most in (None, available, _NARROWEST_FOLD):
+    for max_width in (None, available, _NARROWEST_FOLD):
         widths = []
         for heading, right, *cells in zip(columns, to_right, *rows, strict=True):
-            whole = right or most is None
+            whole = right or max_width is None
             parts = [len(part) for cell in cells for part in ([cell] if whole else _words(cell))]
             longest = max(parts, default=0)
-            widths.append(max(*map(len, heading.split()), longest if whole else min(longest, most or 0)))
+            widths.append(max(*map(len, heading.split()), longest if whole else min(longest, max_width or 0)))
         if sum(widths) <= available:
             break
     else:
@@ -206,14 +206,14 @@ def progress(description: str, total: int) -> Iterator[ShowProgress]:
     Yields a function that takes the number of finished units.
     """
     if not is_drawn_on(sys.stderr):
-        yield lambda done: None
+        yield lambda num_done: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=make_console(sys.stderr), transient=True) as bar:
         task = bar.add_task(description, total=total)
-        yield lambda done: bar.update(task, completed=done)
+        yield lambda num_done: bar.update(task, completed=num_done)
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -231,11 +231,11 @@ def compact_names(names: Sequence[str]) -> str:
 
     ``["m.0.attn", "m.1.attn", "m.2.attn", "m.5.attn"]`` becomes ``m.{0-2,5}.attn``.
     """
-    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    names_by_shape: dict[tuple[str, ...], list[list[str]]] = {}
     for name in names:
         parts = re.split(r"(\d+)", name)
-        alike.setdefault(tuple(parts[0::2]), []).append(parts)
-    return ", ".join(text for same_words in alike.values() for text in _fold(same_words))
+        names_by_shape.setdefault(tuple(parts[0::2]), []).append(parts)
+    return ", ".join(text for same_words in names_by_shape.values() for text in _fold(same_words))
 
 
 def _fold(names: Sequence[list[str]]) -> list[str]:
@@ -249,8 +249,8 @@ def _fold(names: Sequence[list[str]]) -> list[str]:
         around = ("".join(parts[:counter]), "".join(parts[counter + 1 :]))
         numbers.setdefault(around, []).append(int(parts[counter]))
     return [
-        f"{before}{found[0]}{after}" if len(found) == 1 else f"{before}{{{_ranges(found)}}}{after}"
-        for (before, after), found in numbers.items()
+        f"{before}{strings[0]}{after}" if len(strings) == 1 else f"{before}{{{_ranges(strings)}}}{after}"
+        for (before, after), strings in numbers.items()
     ]
 
 

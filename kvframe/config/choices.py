@@ -65,13 +65,13 @@ def make_with_use(kind: str, use: Use, part_class: type[T]) -> T:
         StackError: The class does not take the options.
         PluginError: The class fails in another way.
     """
-    whose = f"{KINDS[kind].label} {use.name!r}"
+    label = f"{KINDS[kind].label} {use.name!r}"
     try:
         return make_with_options(part_class, use.options)
     except ValueError as error:
-        raise StackError(f"{use.origin}: {whose}: {error}") from error
+        raise StackError(f"{use.origin}: {label}: {error}") from error
     except PluginError as error:
-        raise PluginError(f"{whose}: its options: {error}") from error.__cause__
+        raise PluginError(f"{label}: its options: {error}") from error.__cause__
 
 
 def make_backend_options(use: Use, backend_class: type[AttentionBackend]) -> Any:

@@ -44,10 +44,10 @@ def find_model(model: Path | str, *, weights: bool) -> Path:
         raise ModelError(f"{shorten(str(model))} {error}") from error
     if is_there:
         return model
-    found = _REPOSITORY.fullmatch(str(model))
-    if found is None:
+    match = _REPOSITORY.fullmatch(str(model))
+    if match is None:
         raise ModelError(f"there is no file or folder {model}")
-    return _download(found["id"], found["revision"], weights)
+    return _download(match["id"], match["revision"], weights)
 
 
 def _download(repository: str, revision: str | None, weights: bool) -> Path:

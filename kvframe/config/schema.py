@@ -82,21 +82,21 @@ def _closed(properties: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _table(options: type[Any], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    described = describe_keys(options)
+    texts = describe_keys(options)
     properties = {}
     for field in attrs.fields(options):
-        known: dict[str, Any] = {"description": described[field.name]} if field.name in described else {}
+        annotations: dict[str, Any] = {"description": texts[field.name]} if field.name in texts else {}
         if isinstance(field.default, bool | int | str):
-            known["default"] = field.default
-        properties[field.name] = {**_value(field, names), **known}
+            annotations["default"] = field.default
+        properties[field.name] = {**_value(field, names), **annotations}
     return _closed(properties)
 
 
 def _value(field: attrs.Attribute[Any], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Return the schema of one key's value."""
     if field.name in _NAMED:
-        kind, more = _NAMED[field.name]
-        use = _use({**names, kind: [*more, *names.get(kind, ())]}, kind)
+        kind, unregistered_names = _NAMED[field.name]
+        use = _use({**names, kind: [*unregistered_names, *names.get(kind, ())]}, kind)
         return {"type": "array", "items": use} if field.name in ("wrappers", "stores") else use
     assert isinstance(field.validator, Check)
     return dict(field.validator.schema)
@@ -104,8 +104,8 @@ def _value(field: attrs.Attribute[Any], names: Mapping[str, Sequence[str]]) -> d
 
 def _name(names: Mapping[str, Sequence[str]], kind: str) -> dict[str, Any]:
     """Return the schema of a registered name of a kind. An editor offers the known names."""
-    known = list(names.get(kind, ()))
-    return {"anyOf": [{"enum": known}, TEXT.schema]} if known else dict(TEXT.schema)
+    known_names = list(names.get(kind, ()))
+    return {"anyOf": [{"enum": known_names}, TEXT.schema]} if known_names else dict(TEXT.schema)
 
 
 def _use(names: Mapping[str, Sequence[str]], kind: str) -> dict[str, Any]:

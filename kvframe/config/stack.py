@@ -272,11 +272,11 @@ def _owner_problems(policy: PluginPolicy, registry: Registry) -> Iterator[str]:
         for name, owner in choices.items():
             claims = catalogue.claims(name)
             if not claims:
-                known = {claim.name for claim in catalogue.claims()}
-                yield f"plugins.owners.{kind}.{name}: {UnknownNameError(catalogue.label, name, known)}"
+                known_names = {claim.name for claim in catalogue.claims()}
+                yield f"plugins.owners.{kind}.{name}: {UnknownNameError(catalogue.label, name, known_names)}"
             elif canonical(owner) not in {canonical(claim.owner) for claim in claims}:
-                wrong = UnknownNameError("owner", owner, {claim.owner for claim in claims})
-                yield f"plugins.owners.{kind}.{name}: {wrong}"
+                problem = UnknownNameError("owner", owner, {claim.owner for claim in claims})
+                yield f"plugins.owners.{kind}.{name}: {problem}"
 
 
 def _over(options: _Options, arguments: Mapping[str, Any]) -> _Options:

@@ -102,9 +102,9 @@ def problems_of(error: Exception, path: str = "") -> Iterator[str]:
     """Yield one sentence for each key with an error of cattrs; the sentence begins with the key's path."""
     prefix = f"{path}." if path else ""
     if isinstance(error, cattrs.ForbiddenExtraKeysError):
-        known = [field.name for field in attrs.fields(error.cl)]
+        known_keys = [field.name for field in attrs.fields(error.cl)]
         for key in sorted(error.extra_fields):
-            yield f"{prefix}{shorten(key)}: {UnknownNameError('key', key, known)}{_hint_at_table(key, known)}"
+            yield f"{prefix}{shorten(key)}: {UnknownNameError('key', key, known_keys)}{_hint_at_table(key, known_keys)}"
     elif isinstance(error, cattrs.ClassValidationError):
         fields, whole = error.group_exceptions()
         for part, note in fields:
@@ -118,9 +118,9 @@ def problems_of(error: Exception, path: str = "") -> Iterator[str]:
         yield f"{path} {error}" if path else str(error)
 
 
-def _hint_at_table(key: str, known: Sequence[str]) -> str:
+def _hint_at_table(key: str, known_keys: Sequence[str]) -> str:
     """Return a hint at the table that a key was meant for; empty if its own table has one that is as near."""
-    if nearest_of(key, known) is not None:
+    if nearest_of(key, known_keys) is not None:
         return ""
     nearest = key if key in _TABLE_OF else nearest_of(key, list(_TABLE_OF))
     return "" if nearest is None else f"; did you mean {nearest!r} of [{_TABLE_OF[nearest]}]?"

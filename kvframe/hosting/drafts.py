@@ -54,7 +54,7 @@ class Drafts:
         Args:
             description: The served model.
         """
-        added = tuple(
+        draft_layers = tuple(
             attrs.evolve(
                 layer,
                 name=PREFIX + layer.name,
@@ -62,7 +62,7 @@ class Drafts:
             )
             for layer in self.layers
         )
-        return attrs.evolve(description, layers=(*description.layers, *added))
+        return attrs.evolve(description, layers=(*description.layers, *draft_layers))
 
 
 def find_drafts(description: ModelDescription, stack: Stack, registry: Registry) -> Drafts:
@@ -127,11 +127,11 @@ def max_drafts_of(proposer: Proposer, description: ModelDescription) -> int:
 
 def _check_has_heads(description: ModelDescription, proposer: Proposer, stack: Stack, registry: Registry) -> None:
     if not description.prediction_layers:
-        others = [name for name in registry.proposers.names() if name != proposer.name]
+        other_names = [name for name in registry.proposers.names() if name != proposer.name]
         raise StackError(
             f"{stack.source}: model.drafts: the proposer {proposer.name!r} drafts with prediction heads of the model "
             f"(multi-token prediction), and {description.name} has none that its model adapter can run; choose another "
-            f"proposer ({', '.join(others) or 'none is installed'})",
+            f"proposer ({', '.join(other_names) or 'none is installed'})",
             code="no_prediction_heads",
         )
 
@@ -205,11 +205,11 @@ def _check_same_tokens(draft: LoadedModel, model: LoadedModel, where: str) -> No
     if size is None:
         return
     for token_id in range(0, size, max(1, size // NUM_COMPARED_TOKENS)):
-        read, wanted = draft.decode([token_id]), model.decode([token_id])
-        if read is None or wanted is None:
+        draft_text, model_text = draft.decode([token_id]), model.decode([token_id])
+        if draft_text is None or model_text is None:
             return
-        if read != wanted:
+        if draft_text != model_text:
             raise StackError(
-                f"{where}: the draft model {draft.description.name} reads the token {token_id} as {shown(read)}, and "
-                f"{model.description.name} as {shown(wanted)}; name a draft model with the same tokens"
+                f"{where}: the draft model {draft.description.name} reads the token {token_id} as {shown(draft_text)}, "
+                f"and {model.description.name} as {shown(model_text)}; name a draft model with the same tokens"
             )

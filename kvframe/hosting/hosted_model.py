@@ -69,28 +69,28 @@ class HostedModel:
         """
         proposer = make_proposer(stack.model.drafts, registry)
         if proposer is not None and (proposer.uses_prediction_heads or proposer.draft_model() is not None):
-            what = "prediction heads" if proposer.uses_prediction_heads else "draft model"
+            other_model = "prediction heads" if proposer.uses_prediction_heads else "draft model"
             raise BackendError(
-                f"{stack.source}: model.drafts names {proposer.name!r}, whose {what} the host would have to run; "
-                "leave the key out, and use what the host has for drafts",
+                f"{stack.source}: model.drafts names {proposer.name!r}, whose {other_model} the host would have to "
+                "run; leave the key out, and use what the host has for drafts",
                 code="another_model",
             )
         if is_part:
             stack = attrs.evolve(stack, rules=tuple(attrs.evolve(rule, optional=True) for rule in stack.rules))
-        described = tuple(_as_kind(layer, kinds, registry) for layer in description.layers)
-        made = Setup.of(attrs.evolve(description, layers=described), stack, registry, dtype=_name(dtype)).layers
-        for layer in made:
+        descriptions = tuple(_as_kind(layer, kinds, registry) for layer in description.layers)
+        layers = Setup.of(attrs.evolve(description, layers=descriptions), stack, registry, dtype=_name(dtype)).layers
+        for layer in layers:
             check_on_host_pages(layer)
             _check_stored(layer, stored[layer.name])
-        skippable, wrapper = find_skippable_layers(made), stack.model.prefill_skipping
+        skippable, wrapper = find_skippable_layers(layers), stack.model.prefill_skipping
         if skippable and skips != (wrapper is not None):
-            found = "does, and no wrapper is named" if skips else "does not, and a wrapper is named"
+            host_behaviour = "does, and no wrapper is named" if skips else "does not, and a wrapper is named"
             raise BackendError(
-                f"layers such as {skippable[0]!r} can leave out the tokens that do not generate; the host {found} in "
-                "model.prefill_skipping of the stack: set both or neither"
+                f"layers such as {skippable[0]!r} can leave out the tokens that do not generate; the host "
+                f"{host_behaviour} in model.prefill_skipping of the stack: set both or neither"
             )
         self._stack, self._registry = stack, registry
-        self.layers: Mapping[str, LayerSpec] = {layer.name: layer for layer in made}
+        self.layers: Mapping[str, LayerSpec] = {layer.name: layer for layer in layers}
         self.skipped = frozenset(skippable if skips else ())
 
     def serve(self, names: Sequence[str], block_size: int, device: torch.device) -> Layers:
@@ -106,14 +106,14 @@ class HostedModel:
             WrapperError: As for ``Layers.on_host_pages``.
         """
         layers = [self._in_blocks(name, block_size) for name in names]
-        elsewhere = {layer.shares_with for layer in layers if layer.shares_with is not None} - {*names}
+        owners = {layer.shares_with for layer in layers if layer.shares_with is not None} - {*names}
         return Layers.on_host_pages(
             layers,
             self._stack,
             self._registry,
             device,
             skipped=self.skipped & {*names},
-            owners=[self._in_blocks(name, block_size) for name in sorted(elsewhere)],
+            owners=[self._in_blocks(name, block_size) for name in sorted(owners)],
         )
 
     def _in_blocks(self, name: str, block_size: int) -> LayerSpec:
@@ -132,16 +132,19 @@ def _as_kind(layer: LayerDescription, kinds: Mapping[str, str], registry: Regist
     return attrs.evolve(layer, kind=kind, options=options)
 
 
-def _check_stored(layer: LayerSpec, stored: Mapping[str, torch.dtype]) -> None:
+def _check_stored(layer: LayerSpec, page_dtypes: Mapping[str, torch.dtype]) -> None:
     """Raise if the host's pages do not hold what a layer stores."""
     tensors = {} if layer.spec is None else layer.spec.state_tensors()
-    wanted = {name: tensor.dtype for name, tensor in tensors.items()}
-    there = {name: _name(dtype) for name, dtype in stored.items()}
-    if wanted != there or layer.spec is None or layer.spec.kv_format.name != "plain":
-        asked, held = (", ".join(f"{name} ({each[name]})" for name in sorted(each)) for each in (wanted, there))
+    spec_dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    page_dtype_names = {name: _name(dtype) for name, dtype in page_dtypes.items()}
+    if spec_dtypes != page_dtype_names or layer.spec is None or layer.spec.kv_format.name != "plain":
+        spec_text, page_text = (
+            ", ".join(f"{name} ({dtype_names[name]})" for name in sorted(dtype_names))
+            for dtype_names in (spec_dtypes, page_dtype_names)
+        )
         raise BackendError(
-            f"layer {layer.name!r} stores {asked or 'nothing'}, and its pages in the host hold {held}, as they are; "
-            "choose a cache spec, cache.dtype and cache.format that store these"
+            f"layer {layer.name!r} stores {spec_text or 'nothing'}, and its pages in the host hold {page_text}, as "
+            "they are; choose a cache spec, cache.dtype and cache.format that store these"
         )
 
 

@@ -50,9 +50,11 @@ def load_model(
         model = adapter.load(path, device=stack.model.device, dtype=stack.model.dtype)
     else:
         registry = _registry_of(stack, plugins)
-        adopted = adopt_model(source, tokenizer, registry)
-        model = adopted.model
-        stack = attrs.evolve(stack, model=attrs.evolve(stack.model, device=adopted.device, dtype=adopted.dtype))
+        model_in_memory = adopt_model(source, tokenizer, registry)
+        model = model_in_memory.model
+        stack = attrs.evolve(
+            stack, model=attrs.evolve(stack.model, device=model_in_memory.device, dtype=model_in_memory.dtype)
+        )
     return model, Setup.of(edited(model.description, edit, registry), stack, registry)
 
 

@@ -83,15 +83,15 @@ class Setup:
         drafts = find_drafts(description, stack, registry)
         specs = make_layer_specs(drafts.beside(description), registry, stack, stack.model.dtype, drafts.max_tokens)
         names = {layer.name for layer in description.layers}
-        own = tuple(spec for spec in specs if spec.name in names or spec.entry_of in names)
-        drafting = specs[len(own) :]
-        check_draft_layers(drafting, stack)
+        own_specs = tuple(spec for spec in specs if spec.name in names or spec.entry_of in names)
+        draft_specs = specs[len(own_specs) :]
+        check_draft_layers(draft_specs, stack)
         return cls(
             description=description,
-            layers=own,
+            layers=own_specs,
             stack=stack,
             registry=registry,
-            draft_layers=drafting,
+            draft_layers=draft_specs,
             drafts=drafts,
         )
 
@@ -180,13 +180,13 @@ class Setup:
         Raises:
             PlanError: The memory is too small, or it is ``"auto"`` and the free memory is unknown.
         """
-        copied = self.layers_on_copies if self.stack.cache.memory == "auto" else []
+        copied_layers = self.layers_on_copies if self.stack.cache.memory == "auto" else []
         return plan_for_stack(
             self.grouping,
             self.stack,
             self.max_model_len,
             self.description.max_input_lens,
-            copied,
+            copied_layers,
             self.num_local_ranks,
         )
 
@@ -289,7 +289,7 @@ class Setup:
         layers = self.layers if layers is None else layers
         limits, device = self.stack.limits, torch.device(self.stack.model.device)
         local = LocalCaches(layers, device, max_tokens=limits.max_num_batched_tokens, max_reqs=limits.max_num_seqs)
-        copied = copied_bytes(plan or self.plan, self.grouping, layers_on_copies(layers, choices))
+        num_copied_bytes = copied_bytes(plan or self.plan, self.grouping, layers_on_copies(layers, choices))
         return Layers(
             layers,
             choices,
@@ -298,7 +298,7 @@ class Setup:
             device,
             self.skipping.layers,
             local,
-            copied,
+            num_copied_bytes,
             audited=self.stack.cache.audit,
         )
 

@@ -65,8 +65,8 @@ class Check:
 
 def one_of(*names: str) -> Check:
     """Return the check for a string from a list."""
-    expected = f"one of {', '.join(map(repr, names))}" if len(names) > 1 else repr(names[0])
-    return Check(expected, lambda value: isinstance(value, str) and value in names, names, {"enum": list(names)})
+    words = f"one of {', '.join(map(repr, names))}" if len(names) > 1 else repr(names[0])
+    return Check(words, lambda value: isinstance(value, str) and value in names, names, {"enum": list(names)})
 
 
 def _is_whole(value: Any) -> bool:

@@ -103,8 +103,8 @@ def _is_older(version: str, least: str) -> bool:
         return False
     numbers = [[int(part) for part in text.split(".")] for text in (release.group(), least)]
     length = max(map(len, numbers))
-    own, other = (parts + [0] * (length - len(parts)) for parts in numbers)
-    return own < other
+    version_parts, least_parts = (parts + [0] * (length - len(parts)) for parts in numbers)
+    return version_parts < least_parts
 
 
 @attrs.frozen
@@ -174,39 +174,39 @@ class Claim:
 
         A distribution that is not installed under its name is ignored: source and nightly builds have other names.
         """
-        found = []
+        sentences = []
         for need in self.needs_versions:
             name, _, least = need.partition(">=")
             version = _find_version(name)
             if version is not None and _is_older(version, least):
-                found.append(f"{need}, not {version} as installed here")
-        return tuple(found)
+                sentences.append(f"{need}, not {version} as installed here")
+        return tuple(sentences)
 
     def load(self) -> Any:
         """Import the target and return the class; raise ``PluginError`` with owner, name and cause if that fails."""
-        missing = self.missing()
-        if missing:
-            raise self._error(f"needs {', '.join(missing)}, not installed here")
-        outdated = self.outdated()
-        if outdated:
-            raise self._error(f"needs {'; '.join(outdated)}")
-        loaded = self._import() if isinstance(self.target, str) else self.target
+        missing_modules = self.missing()
+        if missing_modules:
+            raise self._error(f"needs {', '.join(missing_modules)}, not installed here")
+        old_versions = self.outdated()
+        if old_versions:
+            raise self._error(f"needs {'; '.join(old_versions)}")
+        part_class = self._import() if isinstance(self.target, str) else self.target
         module, _, attribute = KINDS[self.kind].base.partition(":")
         base = getattr(importlib.import_module(module), attribute)
         try:
-            unfit = call("reading what it declares", self._why_unfit, loaded, base)
+            unfit = call("reading what it declares", self._why_unfit, part_class, base)
         except PluginError as error:
             raise self._error(str(error)) from error.__cause__
         if unfit:
             raise self._error(f"{safe_repr(self.target)} {unfit}")
-        return loaded
+        return part_class
 
     def problem(self) -> str:
         """Return why the name cannot be used, if that can be known without an import; otherwise an empty string."""
         hint = f"; try: {self.install}" if self.install else ""
-        missing, outdated = self.missing(), self.outdated()
-        if missing or outdated:
-            return f"needs {', '.join(missing) or '; '.join(outdated)}{hint}"
+        missing_modules, old_versions = self.missing(), self.outdated()
+        if missing_modules or old_versions:
+            return f"needs {', '.join(missing_modules) or '; '.join(old_versions)}{hint}"
         if not isinstance(self.target, str):
             return ""
         try:
@@ -214,46 +214,46 @@ class Claim:
         except PluginError as error:
             return str(error)
 
-    def why_unusable(self, loaded: Any) -> str:
+    def why_unusable(self, part_class: Any) -> str:
         """Return the reason of a loaded class why it cannot be used in this environment; empty if it gives none.
 
         Raises ``PluginError`` if its ``unusable_reason`` raises, or returns neither a sentence nor None.
         """
         if self.kind != "backend":
             return ""
-        whose = f"backend {self.id!r}: unusable_reason()"
-        reason: Any = call(whose, lambda: loaded.unusable_reason())
+        question = f"backend {self.id!r}: unusable_reason()"
+        reason: Any = call(question, lambda: part_class.unusable_reason())
         if reason is None:
             return ""
         if not issubclass(type(reason), str) or not in_one_line(reason):
-            raise PluginError(f"{whose} must return a sentence or None, not {safe_repr(reason)}")
+            raise PluginError(f"{question} must return a sentence or None, not {safe_repr(reason)}")
         return in_one_line(reason)
 
-    def _why_unfit(self, loaded: Any, base: type) -> str:
+    def _why_unfit(self, part_class: Any, base: type) -> str:
         """Return why the imported object cannot be used for the name; empty if it can. May raise anything."""
         kind = KINDS[self.kind]
-        if not (issubclass(type(loaded), type) and issubclass(loaded, base)):
+        if not (issubclass(type(part_class), type) and issubclass(part_class, base)):
             return f"is not a subclass of {kind.base.replace(':', '.')}"
-        if inspect.isabstract(loaded):
-            return f"does not implement {', '.join(sorted(loaded.__abstractmethods__))}"
-        misdeclared = find_misdeclared(base, loaded)
-        if not misdeclared and self.kind == "backend":
-            misdeclared = find_undefined(loaded)
-        if misdeclared:
-            return misdeclared
-        own_name = getattr(loaded, kind.name_attribute) if kind.name_attribute else self.name
+        if inspect.isabstract(part_class):
+            return f"does not implement {', '.join(sorted(part_class.__abstractmethods__))}"
+        problem = find_misdeclared(base, part_class)
+        if not problem and self.kind == "backend":
+            problem = find_undefined(part_class)
+        if problem:
+            return problem
+        own_name = getattr(part_class, kind.name_attribute) if kind.name_attribute else self.name
         return "" if own_name == self.name else f"has {kind.name_attribute} = {own_name!r}, not the registered name"
 
     def _import(self) -> Any:
         assert isinstance(self.target, str)
         module, _, path = self.target.partition(":")
         try:
-            found: Any = call(f"importing {module!r}", importlib.import_module, module)
+            part: Any = call(f"importing {module!r}", importlib.import_module, module)
             for attribute in path.split("."):
-                found = call(f"looking for {path!r} in {module!r}", getattr, found, attribute)
+                part = call(f"looking for {path!r} in {module!r}", getattr, part, attribute)
         except PluginError as error:
             raise self._error(str(error)) from error.__cause__
-        return found
+        return part
 
     def _error(self, reason: str) -> PluginError:
         hint = f"; try: {self.install}" if self.install else ""
@@ -270,13 +270,13 @@ def find_misdeclared(base: type, value: Any) -> str:
     far from its plugin. Of a subclass, the ``ClassVar`` annotations are checked, and of an instance all. Reading them
     may raise anything.
     """
-    for name, hint in _annotations_of(base, of_class=issubclass(type(value), type)):
+    for name, hint in _annotations_of(base, class_only=issubclass(type(value), type)):
         try:
-            declared = getattr(value, name)
+            attribute = getattr(value, name)
         except AttributeError:
             return f"declares no {name}"
-        if not _fits(declared, hint):
-            return f"declares {name} = {safe_repr(declared)}, which is not {_in_words(hint)}"
+        if not _fits(attribute, hint):
+            return f"declares {name} = {safe_repr(attribute)}, which is not {_in_words(hint)}"
     return ""
 
 
@@ -301,12 +301,12 @@ def find_undefined(backend_class: Any) -> str:
 
 
 @cache
-def _annotations_of(base: type, *, of_class: bool) -> tuple[tuple[str, Any], ...]:
+def _annotations_of(base: type, *, class_only: bool) -> tuple[tuple[str, Any], ...]:
     """Return the annotated attributes of a base class, with types: those of the class, or those of instances too."""
     return tuple(
         (name, get_args(hint)[0] if get_origin(hint) is ClassVar else hint)
         for name, hint in get_type_hints(base).items()
-        if get_origin(hint) is ClassVar or not of_class
+        if get_origin(hint) is ClassVar or not class_only
     )
 
 

@@ -78,15 +78,18 @@ def is_called(plugin_id: str, name: str) -> bool:
     return own_name == last_name and (not separator or canonical(owner) == canonical(named_owner))
 
 
-def find_plugins(passed: Sequence[Any] = ()) -> list[FoundPlugin]:
+def find_plugins(modules: Sequence[Any] = ()) -> list[FoundPlugin]:
     """Return the built-in plugin, then the installed plugins, sorted, then those passed as modules.
 
     A module that is also installed is returned once, as the installed plugin.
     """
-    installed = [_builtin(), *sorted(_installed.plugins(), key=lambda found_plugin: found_plugin.id)]
-    modules = {found_plugin.module for found_plugin in installed}
-    modules_given = [_as_found_plugin(plugin) for plugin in {id(plugin): plugin for plugin in passed}.values()]
-    return [*installed, *(found_plugin for found_plugin in modules_given if found_plugin.module not in modules)]
+    installed_plugins = [_builtin(), *sorted(_installed.plugins(), key=lambda found_plugin: found_plugin.id)]
+    installed_modules = {found_plugin.module for found_plugin in installed_plugins}
+    passed_plugins = [_as_found_plugin(module) for module in {id(module): module for module in modules}.values()]
+    return [
+        *installed_plugins,
+        *(found_plugin for found_plugin in passed_plugins if found_plugin.module not in installed_modules),
+    ]
 
 
 def _builtin() -> FoundPlugin:
@@ -104,10 +107,10 @@ def _as_found_plugin(plugin: Any) -> FoundPlugin:
     if not issubclass(type(plugin), ModuleType):
         raise PluginError(f"plugins=[...] takes modules with kvframe hooks, not {safe_repr(plugin)}")
     name = call("the __name__ of a module in plugins=[...]", getattr, plugin, "__name__")
-    stated = call(f"the __version__ of {safe_repr(name)}", getattr, plugin, "__version__", "")
+    version_value = call(f"the __version__ of {safe_repr(name)}", getattr, plugin, "__version__", "")
     if type(name) is not str:
         raise PluginError(f"the __name__ of a module in plugins=[...] must be a text, not {safe_repr(name)}")
-    version = in_one_line(stated) if isinstance(stated, str) else safe_repr(stated)
+    version = in_one_line(version_value) if isinstance(version_value, str) else safe_repr(version_value)
     return FoundPlugin(name, name, version, hookspecs.API_VERSION, plugin, module=name)
 
 
@@ -197,10 +200,10 @@ def _name_of(dist: Distribution) -> str:
 def _version_of(dist: Distribution) -> str:
     """Return a distribution's version; empty if none can be read."""
     try:
-        stated = call("reading METADATA", lambda: dist.version)
+        version_value = call("reading METADATA", lambda: dist.version)
     except PluginError:
         return ""
-    return in_one_line(str(stated))[:100] if stated else ""
+    return in_one_line(str(version_value))[:100] if version_value else ""
 
 
 def _place_of(dist: Distribution) -> str:
@@ -212,20 +215,24 @@ def _place_of(dist: Distribution) -> str:
 
 def _plugins_of(dist: Distribution, name: str) -> list[FoundPlugin]:
     entry_points = [entry for entry in dist.entry_points if entry.group.startswith("kvframe.v")]
-    stated = {entry.name: entry.value for entry in entry_points if entry.group == f"{GROUP}.api"}
-    current = [entry for entry in entry_points if entry.group == GROUP]
+    version_values = {entry.name: entry.value for entry in entry_points if entry.group == f"{GROUP}.api"}
+    current_entries = [entry for entry in entry_points if entry.group == GROUP]
     version, plugins = _version_of(dist), []
-    for entry in current:
-        api_version, refusal = _read_version(name, entry.name, stated.get(entry.name))
-        twice = sum(another.name == entry.name for another in current) > 1
-        broken = f"{name} lists {safe_repr(entry.name)} twice in its entry points" if twice else _why_malformed(entry)
-        module = "" if broken else entry.module
+    for entry in current_entries:
+        api_version, refusal = _read_version(name, entry.name, version_values.get(entry.name))
+        is_listed_twice = sum(another.name == entry.name for another in current_entries) > 1
+        problem = (
+            f"{name} lists {safe_repr(entry.name)} twice in its entry points"
+            if is_listed_twice
+            else _why_malformed(entry)
+        )
+        module = "" if problem else entry.module
         plugins.append(
-            FoundPlugin(in_one_line(entry.name)[:100], name, version, api_version, entry, refusal, broken, module)
+            FoundPlugin(in_one_line(entry.name)[:100], name, version, api_version, entry, refusal, problem, module)
         )
     for entry in entry_points:
         generation = _GENERATION.fullmatch(entry.group)
-        if generation and entry.group != GROUP and entry.name not in {another.name for another in current}:
+        if generation and entry.group != GROUP and entry.name not in {another.name for another in current_entries}:
             major = generation.group(1)
             newer = int(major) > int(hookspecs.API_VERSION.split(".")[0])
             cure = "upgrade kvframe, or install an older" if newer else "install a newer"
@@ -246,21 +253,21 @@ def _why_malformed(entry_point: EntryPoint) -> str:
     return ""
 
 
-def _read_version(dist: str, name: str, stated: str | None) -> tuple[str, str]:
+def _read_version(dist: str, name: str, version_value: str | None) -> tuple[str, str]:
     """Return the contract version that a plugin states, and why it is refused (empty if it is not)."""
     ours = hookspecs.API_VERSION
     our_major, our_minor = (int(part) for part in ours.split("."))
     example = f"v{our_major}_{our_minor}"
-    if stated is None:
+    if version_value is None:
         return "", (
             f"{dist} does not say which version of the contract {name!r} was written for; "
             f'its entry-point group "{GROUP}.api" must hold {name} = "{example}"'
         )
-    match = _VERSION.fullmatch(stated.strip())
+    match = _VERSION.fullmatch(version_value.strip())
     if match is None:
         return (
             "",
-            f"{dist} states {safe_repr(stated)} as the contract version of {safe_repr(name)}, "
+            f"{dist} states {safe_repr(version_value)} as the contract version of {safe_repr(name)}, "
             f"which is not of the form {example!r}",
         )
     major, minor = int(match.group(1)), int(match.group(2))

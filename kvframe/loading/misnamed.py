@@ -26,14 +26,14 @@ def find_misnamed() -> list[str]:
     ]
 
 
-def hint_for(asked: str) -> str:
+def hint_for(plugin_name: str) -> str:
     """Return which distributions may be meant by a name, or ``distribution:name``, that is not found; empty if none."""
-    owner, _, name = asked.rpartition(":")
+    owner, _, name = plugin_name.rpartition(":")
     sentences = find_misnamed()
-    wanted = {canonical(owner)} if owner else {canonical(name), f"kvframe-{canonical(name)}"}
-    grouped = {distribution for distribution, _ in _misnamed()}
+    candidates = {canonical(owner)} if owner else {canonical(name), f"kvframe-{canonical(name)}"}
+    misnamed_distributions = {distribution for distribution, _ in _misnamed()}
     for distribution, text in distribution_names():
-        if distribution in wanted and distribution not in grouped and GROUP not in text:
+        if distribution in candidates and distribution not in misnamed_distributions and GROUP not in text:
             sentences.append(f"{distribution} is installed, and has no entry point in the group {GROUP!r}")
     return "; ".join(sentences)
 
@@ -49,4 +49,7 @@ def _misnamed() -> Iterator[tuple[str, str]]:
 
 
 def _is_near(group: str) -> bool:
-    return any(SequenceMatcher(None, group[:100].lower(), known).ratio() >= _NEAR for known in (GROUP, f"{GROUP}.api"))
+    return any(
+        SequenceMatcher(None, group[:100].lower(), known_group).ratio() >= _NEAR
+        for known_group in (GROUP, f"{GROUP}.api")
+    )

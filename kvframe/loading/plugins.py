@@ -133,26 +133,28 @@ def load_plugins(policy: PluginPolicy = PluginPolicy(), plugins: Sequence[Module
     _check_policy(policy, found_plugins)
     registry = Registry(policy.owners)
     clashes = _find_clashes(policy, found_plugins)
-    outcomes = [(found, _outcome(found, clashes, policy, registry)) for found in found_plugins]
+    outcomes = [(found_plugin, _outcome(found_plugin, clashes, policy, registry)) for found_plugin in found_plugins]
     _check_needed(policy, outcomes, plugins)
     return PluginHost(tuple(record for _, record in outcomes), registry)
 
 
-def _outcome(found: FoundPlugin, clashes: Mapping[str, str], policy: PluginPolicy, registry: Registry) -> PluginRecord:
+def _outcome(
+    found_plugin: FoundPlugin, clashes: Mapping[str, str], policy: PluginPolicy, registry: Registry
+) -> PluginRecord:
     try:
-        if found.id in clashes:
-            raise _SetAside("conflict", clashes[found.id])
-        _load(found, policy, registry)
-        registry.versions[found.distribution] = found.version
+        if found_plugin.id in clashes:
+            raise _SetAside("conflict", clashes[found_plugin.id])
+        _load(found_plugin, policy, registry)
+        registry.versions[found_plugin.distribution] = found_plugin.version
         outcome = _SetAside("loaded", "")
     except _SetAside as set_aside:
         outcome = set_aside
-        registry.note_set_aside(f"{found.id} ({outcome.status}: {outcome.reason})")
+        registry.note_set_aside(f"{found_plugin.id} ({outcome.status}: {outcome.reason})")
     return PluginRecord(
-        name=found.name,
-        distribution=found.distribution,
-        version=found.version,
-        api_version=found.api_version,
+        name=found_plugin.name,
+        distribution=found_plugin.distribution,
+        version=found_plugin.version,
+        api_version=found_plugin.api_version,
         status=outcome.status,
         reason=outcome.reason,
         cause=outcome.cause,
@@ -162,38 +164,38 @@ def _outcome(found: FoundPlugin, clashes: Mapping[str, str], policy: PluginPolic
 def _check_policy(policy: PluginPolicy, found_plugins: Sequence[FoundPlugin]) -> None:
     """Raise if a policy names plugins that were not found: a misspelt ``disabled`` must not pass unnoticed."""
     problems = []
-    known = {found.name for found in found_plugins}
-    places = [("plugins.disabled", name) for name in policy.disabled]
-    places += [(f"plugin.{name}", name) for name in policy.settings]
-    for place, name in places:
-        if not any(is_called(found.id, name) for found in found_plugins):
-            problems.append(f"{place}: {UnknownNameError('installed plugin', name, known, hint_for(name))}")
-        elif place == "plugins.disabled" and is_called(found_plugins[0].id, name):
-            problems.append(f"{place}: {name!r} is built in and cannot be disabled")
+    known_names = {found_plugin.name for found_plugin in found_plugins}
+    named_by_key = [("plugins.disabled", name) for name in policy.disabled]
+    named_by_key += [(f"plugin.{name}", name) for name in policy.settings]
+    for key, name in named_by_key:
+        if not any(is_called(found_plugin.id, name) for found_plugin in found_plugins):
+            problems.append(f"{key}: {UnknownNameError('installed plugin', name, known_names, hint_for(name))}")
+        elif key == "plugins.disabled" and is_called(found_plugins[0].id, name):
+            problems.append(f"{key}: {name!r} is built in and cannot be disabled")
     if problems:
         raise StackError(f"{policy.source}: {'; '.join(problems)}")
 
 
 def _check_needed(
-    policy: PluginPolicy, outcomes: Sequence[tuple[FoundPlugin, PluginRecord]], passed: Sequence[ModuleType]
+    policy: PluginPolicy, outcomes: Sequence[tuple[FoundPlugin, PluginRecord]], modules: Sequence[ModuleType]
 ) -> None:
     """Raise if a plugin that the stack or the caller names, or the built-in one, cannot be used."""
-    given = {module.__name__ for module in passed}
+    module_names = {module.__name__ for module in modules}
     problems: list[str] = []
     cause = None
     for name in policy.required:
         if not any(is_called(record.id, name) for _, record in outcomes):
-            known = {record.name for _, record in outcomes}
+            known_names = {record.name for _, record in outcomes}
             provider = provider_of("plugin", name)
             hint = hint_for(name) if provider is None else f"`{to_install(provider)}` provides it"
-            wrong = UnknownNameError("installed plugin", name, known, hint)
+            wrong = UnknownNameError("installed plugin", name, known_names, hint)
             problems.append(f"{policy.source}: plugins.required: {wrong}")
-    for found, record in outcomes:
+    for found_plugin, record in outcomes:
         if any(is_called(record.id, name) for name in policy.required):
             why = f"{policy.source} requires it"
-        elif found.module in given and record.status != "disabled":
+        elif found_plugin.module in module_names and record.status != "disabled":
             why = "it was passed as a module"
-        elif found is outcomes[0][0]:
+        elif found_plugin is outcomes[0][0]:
             why = "kvframe needs it"
         else:
             continue
@@ -204,16 +206,16 @@ def _check_needed(
         raise PluginError("; ".join(problems)) from cause
 
 
-def _is_disabled(policy: PluginPolicy, found: FoundPlugin) -> bool:
-    return any(is_called(found.id, name) for name in policy.disabled)
+def _is_disabled(policy: PluginPolicy, found_plugin: FoundPlugin) -> bool:
+    return any(is_called(found_plugin.id, name) for name in policy.disabled)
 
 
 def _find_clashes(policy: PluginPolicy, found_plugins: Sequence[FoundPlugin]) -> Mapping[str, str]:
     """Return why each found plugin that shares its name with another cannot be used, by id."""
     running: dict[str, list[FoundPlugin]] = {}
-    for found in found_plugins:
-        if not (found.incompatible or found.broken or _is_disabled(policy, found)):
-            running.setdefault(found.name, []).append(found)
+    for found_plugin in found_plugins:
+        if not (found_plugin.incompatible or found_plugin.broken or _is_disabled(policy, found_plugin)):
+            running.setdefault(found_plugin.name, []).append(found_plugin)
     clashes: dict[str, str] = {}
     for name, rivals in running.items():
         if rivals[0] is found_plugins[0]:
@@ -230,15 +232,15 @@ def _find_clashes(policy: PluginPolicy, found_plugins: Sequence[FoundPlugin]) ->
     return clashes
 
 
-def _load(found: FoundPlugin, policy: PluginPolicy, registry: Registry) -> None:
+def _load(found_plugin: FoundPlugin, policy: PluginPolicy, registry: Registry) -> None:
     """Load one plugin and record its names; raise ``_SetAside`` if it cannot be used."""
-    if _is_disabled(policy, found):
+    if _is_disabled(policy, found_plugin):
         raise _SetAside("disabled", f"{policy.source} disables it")
-    if found.broken:
-        raise _SetAside("broken", found.broken)
-    if found.incompatible:
-        raise _SetAside("incompatible", found.incompatible)
-    manager = _attach(found, _contain(f"importing {found.module}", found.load))
+    if found_plugin.broken:
+        raise _SetAside("broken", found_plugin.broken)
+    if found_plugin.incompatible:
+        raise _SetAside("incompatible", found_plugin.incompatible)
+    manager = _attach(found_plugin, _contain(f"importing {found_plugin.module}", found_plugin.load))
     reason = _call(manager, "kvframe_unusable_reason")
     if reason is not None:
         if not issubclass(type(reason), str) or not in_one_line(reason):
@@ -246,10 +248,10 @@ def _load(found: FoundPlugin, policy: PluginPolicy, registry: Registry) -> None:
                 "broken", f"kvframe_unusable_reason must return a sentence or None, not {safe_repr(reason)}"
             )
         raise _SetAside("unusable", in_one_line(reason))
-    _configure(manager, found, policy)
+    _configure(manager, found_plugin, policy)
     claims: list[Claim] = []
     for hook, kind in _REGISTERING.items():
-        register = _Registering(hook, kind, found, claims)
+        register = _Registering(hook, kind, found_plugin, claims)
         answer = _call(manager, hook, register=register)
         register.is_over = True
         if answer is not None:
@@ -262,33 +264,33 @@ def _load(found: FoundPlugin, policy: PluginPolicy, registry: Registry) -> None:
         raise _SetAside("broken", str(error), error) from error
 
 
-def _attach(found: FoundPlugin, manifest: Any) -> pluggy.PluginManager:
+def _attach(found_plugin: FoundPlugin, manifest: Any) -> pluggy.PluginManager:
     """Return a hook manager that holds this plugin alone; raise ``_SetAside`` if a hook of it is not as specified."""
     manager = pluggy.PluginManager("kvframe")
     manager.add_hookspecs(HookSpecs)
-    _contain(f"reading the hooks of {found.module}", manager.register, manifest, name=found.id)
-    callers, unmarked = _contain(f"reading the hooks of {found.module}", _read_hooks, manager, manifest)
-    marked = {caller.name for caller in callers if not all(hook.optionalhook for hook in caller.get_hookimpls())}
-    unknown = sorted((marked | unmarked) - set(_HOOKS))
+    _contain(f"reading the hooks of {found_plugin.module}", manager.register, manifest, name=found_plugin.id)
+    callers, unmarked_names = _contain(f"reading the hooks of {found_plugin.module}", _read_hooks, manager, manifest)
+    marked_names = {caller.name for caller in callers if not all(hook.optionalhook for hook in caller.get_hookimpls())}
+    unknown = sorted((marked_names | unmarked_names) - set(_HOOKS))
     if unknown:
         raise _SetAside("broken", "; ".join(_explain_unknown_hook(name) for name in unknown))
-    if unmarked:
-        raise _SetAside("broken", f"{', '.join(sorted(unmarked))} lacks @hookimpl and would never be called")
+    if unmarked_names:
+        raise _SetAside("broken", f"{', '.join(sorted(unmarked_names))} lacks @hookimpl and would never be called")
     if not callers:
-        raise _SetAside("broken", f"{found.module} implements no hook; hooks: {', '.join(_HOOKS)}")
+        raise _SetAside("broken", f"{found_plugin.module} implements no hook; hooks: {', '.join(_HOOKS)}")
     return manager
 
 
 def _read_hooks(manager: pluggy.PluginManager, manifest: Any) -> tuple[list[pluggy.HookCaller], set[str]]:
     """Return the callers of a manifest's hooks, and the names of functions that look like hooks and are not marked."""
-    unmarked = {
+    unmarked_names = {
         name
         for name in dir(manifest)
         if name.startswith("kvframe_")
         and inspect.isroutine(getattr(manifest, name, None))
         and manager.parse_hookimpl_opts(manifest, name) is None
     }
-    return manager.get_hookcallers(manifest) or [], unmarked
+    return manager.get_hookcallers(manifest) or [], unmarked_names
 
 
 def _explain_unknown_hook(name: str) -> str:
@@ -303,18 +305,18 @@ def _call(manager: pluggy.PluginManager, hook: str, **arguments: Any) -> Any:
     return answers[0] if answers else None
 
 
-def _contain(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _contain(subject: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a plugin's code; raise ``_SetAside`` if it fails."""
     try:
-        return call(what, function, *args, **kwargs)
+        return call(subject, function, *args, **kwargs)
     except PluginError as error:
         raise _SetAside("broken", str(error), error.__cause__) from error
 
 
-def _configure(manager: pluggy.PluginManager, found: FoundPlugin, policy: PluginPolicy) -> None:
-    tables = [table for name, table in policy.settings.items() if is_called(found.id, name)]
+def _configure(manager: pluggy.PluginManager, found_plugin: FoundPlugin, policy: PluginPolicy) -> None:
+    tables = [table for name, table in policy.settings.items() if is_called(found_plugin.id, name)]
     if tables and not manager.hook.kvframe_configure.get_hookimpls():
-        raise StackError(f"{policy.source}: plugin.{found.name}: plugin {found.id} takes no settings")
+        raise StackError(f"{policy.source}: plugin.{found_plugin.name}: plugin {found_plugin.id} takes no settings")
     settings = {key: value for table in tables for key, value in table.items()}
     _call(manager, "kvframe_configure", settings=MappingProxyType(settings))
 

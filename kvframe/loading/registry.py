@@ -55,7 +55,7 @@ class Catalogue:
     def claims(self, name: str | None = None) -> tuple[Claim, ...]:
         """Return every claim to ``name``, or to any name, contested or not."""
         names = sorted(self._claims) if name is None else [name]
-        return tuple(claim for each in names for claim in self._claims.get(each, ()))
+        return tuple(claim for claimed_name in names for claim in self._claims.get(claimed_name, ()))
 
     def add(self, claim: Claim) -> None:
         """Record a claim.
@@ -65,13 +65,13 @@ class Catalogue:
             PluginError: Another plugin of the same distribution claims it already.
         """
         claims = self._claims.get(claim.name, [])
-        for other in claims:
-            if other.owner == BUILTIN_OWNER:
+        for other_claim in claims:
+            if other_claim.owner == BUILTIN_OWNER:
                 raise ContestedNameError(
                     f"{self.label} {claim.name!r} is built in and cannot be claimed; register another name"
                 )
-            if other.owner == claim.owner:
-                raise PluginError(f"{self.label} {claim.name!r} is registered already, by {other.plugin}")
+            if other_claim.owner == claim.owner:
+                raise PluginError(f"{self.label} {claim.name!r} is registered already, by {other_claim.plugin}")
         self._claims[claim.name] = sorted([*claims, claim], key=lambda each: each.owner)
 
     def get(self, name: str) -> Claim:
@@ -86,12 +86,12 @@ class Catalogue:
         if separator:
             claims = [claim for claim in claims if canonical(claim.owner) == canonical(owner)]
         if not claims:
-            known = (claim.id for claim in self.claims()) if separator else self._claims
+            known_names = (claim.id for claim in self.claims()) if separator else self._claims
             hint = f"plugins set aside: {listed(self._set_aside)}" if self._set_aside else ""
             provider = provider_of(self.kind, name)
-            if provider is not None and not any(each.startswith(f"{provider}:") for each in self._set_aside):
+            if provider is not None and not any(sentence.startswith(f"{provider}:") for sentence in self._set_aside):
                 hint = "; ".join(filter(None, [f"`{to_install(provider)}` provides it", hint]))
-            raise UnknownNameError(self.label, name, known, hint)
+            raise UnknownNameError(self.label, name, known_names, hint)
         if separator:
             return claims[0]
         choice = self.owner_choices.get(name)
@@ -148,8 +148,8 @@ class Registry:
             for claim in claims:
                 self.catalogues[claim.kind].add(claim)
         except (ContestedNameError, PluginError):
-            for kind, recorded in before.items():
-                self.catalogues[kind]._claims = recorded
+            for kind, claims_before in before.items():
+                self.catalogues[kind]._claims = claims_before
             raise
 
     def note_set_aside(self, sentence: str) -> None:

@@ -33,9 +33,9 @@ def find_problem(target: str) -> str:
 
 def _find_spec(module: str) -> ModuleSpec | None:
     """Return the spec of a module; None if there is none. ``importlib.util`` would import the packages around it."""
-    first, *rest = module.split(".")
-    name, spec = first, importlib.util.find_spec(first)
-    for part in rest:
+    outer_name, *inner_names = module.split(".")
+    name, spec = outer_name, importlib.util.find_spec(outer_name)
+    for part in inner_names:
         if spec is None or spec.submodule_search_locations is None:
             return None
         name = f"{name}.{part}"

@@ -30,10 +30,10 @@ def ask(spec: KVCacheSpec, question: str, answer: Callable[[], T]) -> T:
         raise SpecError(f"{error}; correct {_where(spec)}") from error.__cause__
 
 
-def wrong_answer(spec: KVCacheSpec, question: str, answer: object, expected: str) -> SpecError:
+def wrong_answer(spec: KVCacheSpec, question: str, answer: object, right_answer: str) -> SpecError:
     """Return the error for a spec whose answer breaks a law."""
     return SpecError(
-        f"{_subject(type(spec))}: {question} is {safe_repr(answer)}; expected {expected}: correct {_where(spec)}"
+        f"{_subject(type(spec))}: {question} is {safe_repr(answer)}; expected {right_answer}: correct {_where(spec)}"
     )
 
 
@@ -64,8 +64,8 @@ def ask_mask(spec: KVCacheSpec) -> AttentionMask | None:
     if not isinstance(mask, AttentionMask):
         raise wrong_answer(spec, "mask", mask, "None or an AttentionMask")
     if mask.lookahead is not None and spec.sequence != TOKENS:
-        expected = f"no lookahead, because a query has no place among the tokens of the {spec.sequence} sequence"
-        raise wrong_answer(spec, "mask", mask, expected)
+        right_answer = f"no lookahead, because a query has no place among the tokens of the {spec.sequence} sequence"
+        raise wrong_answer(spec, "mask", mask, right_answer)
     return mask
 
 
@@ -76,11 +76,13 @@ def ask_state_tensors(spec: KVCacheSpec) -> Mapping[str, StateTensor]:
         isinstance(name, str) and isinstance(tensor, StateTensor) and _is_shape(tensor.shape)
         for name, tensor in tensors.items()
     ):
-        expected = "a mapping of names to StateTensors whose shapes are tuples of int of at least 1"
-        raise wrong_answer(spec, "state_tensors()", tensors, expected)
-    again = ask(spec, "state_tensors()", spec.state_tensors)
-    if again != tensors:
-        raise wrong_answer(spec, "state_tensors()", again, f"{safe_repr(tensors)}, as when it was asked before")
+        right_answer = "a mapping of names to StateTensors whose shapes are tuples of int of at least 1"
+        raise wrong_answer(spec, "state_tensors()", tensors, right_answer)
+    second_tensors = ask(spec, "state_tensors()", spec.state_tensors)
+    if second_tensors != tensors:
+        raise wrong_answer(
+            spec, "state_tensors()", second_tensors, f"{safe_repr(tensors)}, as when it was asked before"
+        )
     return tensors
 
 
@@ -102,16 +104,19 @@ def are_ranges(value: Any, first: int, last: int) -> bool:
     return first <= last or not value
 
 
-def lacks(needed: Iterable[TokenRange], *kept: Iterable[TokenRange]) -> TokenRange | None:
-    """Return the first part of ``needed`` that ``kept`` does not cover; None if it covers all. Ranges are sorted."""
-    held = sorted(part for ranges in kept for part in ranges)
-    place = 0
-    for start, stop in needed:
-        while place < len(held) and held[place][0] <= start:
-            start = max(start, min(held[place][1], stop))
+def lacks(needed_ranges: Iterable[TokenRange], *kept_ranges: Iterable[TokenRange]) -> TokenRange | None:
+    """Return the first part of needed ranges that kept ranges do not cover; None if they cover all.
+
+    Each argument is sorted.
+    """
+    kept_parts = sorted(part for ranges in kept_ranges for part in ranges)
+    index = 0
+    for start, stop in needed_ranges:
+        while index < len(kept_parts) and kept_parts[index][0] <= start:
+            start = max(start, min(kept_parts[index][1], stop))
             if start == stop:
                 break  # the part may cover some of the next range too
-            place += 1
+            index += 1
         if start < stop:
             return start, stop
     return None
@@ -188,41 +193,45 @@ class Answers:
         blocks = ask(spec, question, partial(spec.stored_blocks, n, num_new_tokens, branch))
         first, stop = n // size, -(-end // size)
         if not are_ranges(blocks, first, stop):
-            expected = f"a tuple of pairs of int, sorted, disjoint, not empty, within [{first}, {stop})"
-            raise wrong_answer(spec, question, blocks, expected)
-        lost = lacks(self.live_blocks(end), blocks, self.live_blocks(n))
-        if lost is not None:
-            expected = f"block {lost[0]} among them, which is live at {end} and not at {n}"
-            raise wrong_answer(spec, question, blocks, expected)
+            right_answer = f"a tuple of pairs of int, sorted, disjoint, not empty, within [{first}, {stop})"
+            raise wrong_answer(spec, question, blocks, right_answer)
+        missing_blocks = lacks(self.live_blocks(end), blocks, self.live_blocks(n))
+        if missing_blocks is not None:
+            right_answer = f"block {missing_blocks[0]} among them, which is live at {end} and not at {n}"
+            raise wrong_answer(spec, question, blocks, right_answer)
         return blocks
 
     def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
         """Return ``KVCacheSpec.num_resident_blocks``; raise ``SpecError`` if the answer is not a possible number."""
         question = f"num_resident_blocks({n}, {num_new_tokens})"
-        most = -(-(n + num_new_tokens) // self._spec.block_size)
+        num_blocks = -(-(n + num_new_tokens) // self._spec.block_size)
         return ask_count(
-            self._spec, question, lambda: self._spec.num_resident_blocks(n, num_new_tokens), least=0, most=most
+            self._spec, question, lambda: self._spec.num_resident_blocks(n, num_new_tokens), least=0, most=num_blocks
         )
 
     def _ask(self, n: int) -> Ranges:
         spec, ranges = self._spec, self.live_ranges(n)
         try:
-            following = self.live_ranges(n + 1)
+            next_ranges = self.live_ranges(n + 1)
         except SpecError:
-            following = ()  # the request that reaches the next position gets the error
-        returned = lacks(following, ranges, ((n, n + 1),))
-        if returned is not None:
+            next_ranges = ()  # the request that reaches the next position gets the error
+        returned_tokens = lacks(next_ranges, ranges, ((n, n + 1),))
+        if returned_tokens is not None:
             raise wrong_answer(
                 spec,
                 f"live_ranges({n})",
                 ranges,
-                f"token {returned[0]} among them: it is live at {n + 1}, and a token that stops being live stays so",
+                f"token {returned_tokens[0]} among them: it is live at {n + 1}, and a token that stops being live "
+                "stays so",
             )
         mask = self.mask()
-        hidden = None if mask is None else lacks(seen_by(mask, n), ranges)
-        if hidden is not None:
+        hidden_tokens = None if mask is None else lacks(seen_by(mask, n), ranges)
+        if hidden_tokens is not None:
             raise wrong_answer(
-                spec, f"live_ranges({n})", ranges, f"token {hidden[0]} among them, which its mask shows to token {n}"
+                spec,
+                f"live_ranges({n})",
+                ranges,
+                f"token {hidden_tokens[0]} among them, which its mask shows to token {n}",
             )
         blocks = blocks_of(ranges, spec.block_size)
         if len(self._blocks) >= _MOST_KNOWN:

@@ -118,14 +118,14 @@ def _query(path: Path, where: str, query: Any, options: Mapping[str, Any]) -> Ma
     if not isinstance(query, dict):
         raise ModelError(f"{path}: {where} must be a table of {', '.join(_QUERY_KEYS)}, not {shown(query)}")
     _check_keys(path, f"{where}.", query, _QUERY_KEYS)
-    completed = {
+    fields = {
         **{key: options[option] for key, option in _QUERY_FROM_OPTIONS.items() if option in options},
         **query,
     }
-    head_size = completed.get("head_size")
+    head_size = fields.get("head_size")
     if isinstance(head_size, int) and head_size > 0:
-        completed.setdefault("scale", head_size**-0.5)
-    return completed
+        fields.setdefault("scale", head_size**-0.5)
+    return fields
 
 
 _QUERY_FROM_OPTIONS = {"num_heads": "num_kv_heads", "head_size": "head_size"}
@@ -153,7 +153,7 @@ def _count(path: Path, key: str, data: Mapping[str, Any], *, where: str = "", de
     return value
 
 
-def _check_keys(path: Path, where: str, data: Mapping[str, Any], known: Collection[str]) -> None:
+def _check_keys(path: Path, where: str, data: Mapping[str, Any], known_keys: Collection[str]) -> None:
     for key in data:
-        if key not in known:
-            raise ModelError(f"{path}: {UnknownNameError('key', f'{where}{key}', [f'{where}{k}' for k in known])}")
+        if key not in known_keys:
+            raise ModelError(f"{path}: {UnknownNameError('key', f'{where}{key}', [f'{where}{k}' for k in known_keys])}")

@@ -54,7 +54,7 @@ def make_layer_specs(
     cache_dtype = dtype if stack.cache.dtype == "auto" else stack.cache.dtype
     dtypes = {"dtype": cache_dtype, "model_dtype": dtype}
     kv_format = default_format(stack.cache.format, registry)
-    formatted = {
+    formatted_names = {
         layer.name
         for layer in described_layers
         if "format" in {**layer.options, **stack.rule_for(layer.name, layer.kind).spec}
@@ -65,7 +65,7 @@ def make_layer_specs(
         for spec in with_entries(_layer_spec(layer, registry, stack, dtypes, kv_format), layer.inputs)
     ]
     layers = [_with_drafts(layer, num_drafts, stack) if num_drafts else layer for layer in layers]
-    return _in_owners_formats(layers, formatted)
+    return _in_owners_formats(layers, formatted_names)
 
 
 def with_entries(layer: LayerSpec, model_inputs: frozenset[str]) -> Iterator[LayerSpec]:
@@ -143,16 +143,18 @@ def _layer_spec(
     }
     for name in set(dtypes) - fields:
         options.pop(name)
-    unknown = sorted(set(options) - fields)
-    if unknown:
-        problem = UnknownNameError("option", unknown[0], fields)
-        key = stack.key_of_option(unknown[0], layer.name, layer.kind)
+    unknown_options = sorted(set(options) - fields)
+    if unknown_options:
+        problem = UnknownNameError("option", unknown_options[0], fields)
+        key = stack.key_of_option(unknown_options[0], layer.name, layer.kind)
         if key is not None:
             raise StackError(f"{key}: the cache spec {layer.kind!r} of layer {layer.name!r}: {problem}")
         raise SpecError(f"layer {layer.name!r}: the cache spec {layer.kind!r}: {problem}")
-    required = {field.name for field in attrs.fields(spec_class) if field.init and field.default is attrs.NOTHING}
-    if missing := sorted(required - set(options)):
-        raise SpecError(f"layer {layer.name!r}: the cache spec {layer.kind!r} needs {', '.join(missing)}")
+    required_fields = {
+        field.name for field in attrs.fields(spec_class) if field.init and field.default is attrs.NOTHING
+    }
+    if missing_fields := sorted(required_fields - set(options)):
+        raise SpecError(f"layer {layer.name!r}: the cache spec {layer.kind!r} needs {', '.join(missing_fields)}")
     # A type that stores other state than keys and values may use the field name ``format`` for something else.
     field = attrs.fields_dict(spec_class).get("format")
     takes_format = field is not None and isinstance(field.default, KVFormat)
@@ -188,10 +190,10 @@ def _in_format(spec: KVCacheSpec, kv_format: KVFormat | None, default: KVFormat)
     return spec
 
 
-def _in_owners_formats(layers: Sequence[LayerSpec], formatted: Collection[str]) -> tuple[LayerSpec, ...]:
+def _in_owners_formats(layers: Sequence[LayerSpec], formatted_names: Collection[str]) -> tuple[LayerSpec, ...]:
     """Return the layers; those that share a cache get the format of the layer that keeps it.
 
-    Layers whose format was chosen are ``formatted``, and keep it. Errors in how layers share caches are left to
+    Layers whose format was chosen are ``formatted_names``, and keep it. Errors in how layers share caches are left to
     ``group_layers``.
     """
     by_name = {layer.name: layer for layer in layers}
@@ -200,7 +202,12 @@ def _in_owners_formats(layers: Sequence[LayerSpec], formatted: Collection[str]) 
         owner, steps = layer, 0
         while owner.shares_with in by_name and steps < len(layers):
             owner, steps = by_name[owner.shares_with], steps + 1
-        if owner is not layer and layer.name not in formatted and layer.spec is not None and owner.spec is not None:
+        if (
+            owner is not layer
+            and layer.name not in formatted_names
+            and layer.spec is not None
+            and owner.spec is not None
+        ):
             layer = attrs.evolve(layer, spec=layer.spec.in_format(owner.spec.kv_format))
         results.append(layer)
     return tuple(results)
@@ -266,18 +273,21 @@ def _check_type(layer: LayerDescription, new_layer: LayerDescription, registry: 
             f"the type {new_layer.kind!r}; give other layers the type"
         )
     try:
-        own, new = _comparable_spec(registry, layer), _comparable_spec(registry, new_layer)
+        own_spec, new_spec = _comparable_spec(registry, layer), _comparable_spec(registry, new_layer)
     except (TypeError, ValueError, SpecError):
         return  # the error about its options is raised where the layer's spec is made
-    for what, own_answer, new_answer in (
+    for fact, own_answer, new_answer in (
         # A type that defines its attention stores what it needs of the same keys and values.
-        ("stores", *((_stored_shapes(own), _stored_shapes(new)) if not new.defines_attention else ("", ""))),
-        ("attends to the sequence", own.sequence, new.sequence),
-        ("keeps tokens of the past", own.keeps_past, new.keeps_past),
+        (
+            "stores",
+            *((_stored_shapes(own_spec), _stored_shapes(new_spec)) if not new_spec.defines_attention else ("", "")),
+        ),
+        ("attends to the sequence", own_spec.sequence, new_spec.sequence),
+        ("keeps tokens of the past", own_spec.keeps_past, new_spec.keeps_past),
     ):
         if own_answer != new_answer:
             raise StackError(
-                f"{key}: layer {layer.name!r} ({layer.kind}) cannot have the type {new_layer.kind!r}: its type {what} "
+                f"{key}: layer {layer.name!r} ({layer.kind}) cannot have the type {new_layer.kind!r}: its type {fact} "
                 f"{own_answer}, and that one {new_answer}"
             )
 
@@ -311,7 +321,7 @@ def _is_retyped(layer: LayerDescription, spec: KVCacheSpec | None, registry: Reg
         return True
     names = {field.name for field in attrs.fields(own_class)} - own_class.layout_fields - _STORAGE_FIELDS
     try:
-        own = own_class(**{"block_size": spec.block_size, **layer.options})
+        own_spec = own_class(**{"block_size": spec.block_size, **layer.options})
     except (TypeError, ValueError, SpecError):
         return True  # the stack gave an option that the type requires
-    return any(getattr(spec, name) != getattr(own, name) for name in names)
+    return any(getattr(spec, name) != getattr(own_spec, name) for name in names)

@@ -34,8 +34,8 @@ def free_bytes() -> int:
 
     Raises ``AttributeError`` or ``ValueError`` if the operating system does not say.
     """
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return max(0, min([free, *(limit - used for limit, used in _control_groups())]))
+    unused_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return max(0, min([unused_bytes, *(limit - used_bytes for limit, used_bytes in _control_groups())]))
 
 
 def _control_groups() -> Iterator[tuple[int, int]]:
@@ -47,19 +47,19 @@ def _control_groups() -> Iterator[tuple[int, int]]:
     for line in _lines(_OWN_GROUPS):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, limit, used, cached = _GROUPS, "memory.max", "memory.current", "inactive_file"
+            root, limit_file, used_file, cached_key = _GROUPS, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            root, limit, used = _GROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cached = "total_inactive_file"
+            root, limit_file, used_file = _GROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached_key = "total_inactive_file"
         else:
             continue
         folder = root / path.lstrip("/")
         # In a container, the path may be the host's, and only the root exists.
         for group in {root, folder, *(parent for parent in folder.parents if root in parent.parents)}:
-            numbers = [int(text) for name in (limit, used) for text in _lines(group / name) if text.isdigit()]
+            numbers = [int(text) for name in (limit_file, used_file) for text in _lines(group / name) if text.isdigit()]
             if len(numbers) == 2:  # a missing file or "max" means that there is no limit
                 stats = dict(line.split(" ", 1) for line in _lines(group / "memory.stat"))
-                yield numbers[0], numbers[1] - int(stats.get(cached, 0))
+                yield numbers[0], numbers[1] - int(stats.get(cached_key, 0))
 
 
 def _lines(path: Path) -> list[str]:

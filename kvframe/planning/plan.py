@@ -121,24 +121,24 @@ class KVCachePlan:
 
         Groups of states are left out, because their bytes do not depend on the number of tokens.
         """
-        kept = (group for group in self.groups if not group.is_of_input and not group.spec.is_per_block)
-        return sum(-(-group.page_bytes // group.block_size) for group in kept)
+        groups = (group for group in self.groups if not group.is_of_input and not group.spec.is_per_block)
+        return sum(-(-group.page_bytes // group.block_size) for group in groups)
 
     @property
     def bytes_per_request(self) -> int:
         """The most bytes of states that a request holds, at any length."""
-        held = (group for group in self.groups if not group.is_of_input and group.spec.is_per_block)
-        return sum(group.peak_blocks * group.page_bytes for group in held)
+        state_groups = (group for group in self.groups if not group.is_of_input and group.spec.is_per_block)
+        return sum(group.peak_blocks * group.page_bytes for group in state_groups)
 
     @property
     def bytes_per_input_token(self) -> Mapping[str, int]:
         """The bytes of one token of each input sequence, by name."""
-        found: dict[str, int] = {}
+        num_bytes: dict[str, int] = {}
         for group in self.groups:
             if group.is_of_input:
                 sequence = group.spec.sequence
-                found[sequence] = found.get(sequence, 0) + -(-group.page_bytes // group.block_size)
-        return found
+                num_bytes[sequence] = num_bytes.get(sequence, 0) + -(-group.page_bytes // group.block_size)
+        return num_bytes
 
     @property
     def waste_fraction(self) -> float:
@@ -150,8 +150,10 @@ class KVCachePlan:
         slabs = sum(share for share, _ in shares)
         if not slabs:
             return 0.0
-        lost = sum(share * (self.slab_bytes - group.pages_per_slab * group.page_bytes) for share, group in shares)
-        return lost / (slabs * self.slab_bytes)
+        wasted_bytes = sum(
+            share * (self.slab_bytes - group.pages_per_slab * group.page_bytes) for share, group in shares
+        )
+        return wasted_bytes / (slabs * self.slab_bytes)
 
     def peak_blocks(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> tuple[int, ...]:
         """Return the most blocks per group that a request of a final length ever holds.
@@ -270,8 +272,8 @@ class KVCachePlan:
         low, high = 0, self.num_slabs * max(group.pages_per_slab for group in self.groups) + 1
         while high - low > 1:
             middle = (low + high) // 2
-            held = (count * (middle - 1) + most for count, most in zip(blocks, last, strict=True))
-            if self.num_slabs_for(held) <= self.num_slabs:
+            num_blocks = (count * (middle - 1) + last_count for count, last_count in zip(blocks, last, strict=True))
+            if self.num_slabs_for(num_blocks) <= self.num_slabs:
                 low = middle
             else:
                 high = middle
@@ -430,10 +432,10 @@ def _check_specs(
     groups: Sequence[KVCacheGroup], max_model_len: int, max_num_batched_tokens: int, input_lens: Mapping[str, int]
 ) -> None:
     """Check each distinct spec once; raises ``SpecError``."""
-    checked: list[KVCacheSpec] = []
+    checked_specs: list[KVCacheSpec] = []
     for spec in (spec for group in groups for spec in group.stored):
-        if spec not in checked:
-            checked.append(spec)
+        if spec not in checked_specs:
+            checked_specs.append(spec)
             if spec.sequence == TOKENS:
                 check_spec_at_set_up(spec, max_model_len, max_num_batched_tokens)
             else:
@@ -446,8 +448,8 @@ def _peak_blocks(
 ) -> int:
     sequence = group.spec.sequence
     if sequence == TOKENS:
-        moved = num_moved_blocks(group.spec, max_model_len)
-        return peak_of(group.spec, max_model_len, max_num_batched_tokens) + moved
+        moved_blocks = num_moved_blocks(group.spec, max_model_len)
+        return peak_of(group.spec, max_model_len, max_num_batched_tokens) + moved_blocks
     if sequence not in input_lens:
         raise PlanError(
             f"layer {group.layers[0]!r} ({group.spec.kind}) keeps state of the sequence {sequence!r}, and the model "
@@ -481,10 +483,10 @@ def _choose_slab_bytes(page_bytes: Sequence[int], peaks: Sequence[int], memory_b
         if largest <= count * size <= affordable
     } or {largest}
 
-    def lost(slab: int) -> tuple[float, int]:
+    def waste(slab: int) -> tuple[float, int]:
         slabs = [peak / (slab // size) for size, peak in zip(page_bytes, peaks, strict=True)]
-        tails = sum(count * (slab % size) for count, size in zip(slabs, page_bytes, strict=True))
-        unfilled = len(page_bytes) * slab / 2 if len(page_bytes) > 1 else 0
-        return tails / (sum(slabs) * slab or 1) + unfilled / memory_bytes, slab
+        tail_bytes = sum(count * (slab % size) for count, size in zip(slabs, page_bytes, strict=True))
+        unfilled_bytes = len(page_bytes) * slab / 2 if len(page_bytes) > 1 else 0
+        return tail_bytes / (sum(slabs) * slab or 1) + unfilled_bytes / memory_bytes, slab
 
-    return min(candidates, key=lost)
+    return min(candidates, key=waste)

@@ -69,16 +69,18 @@ def _check_shares(ranks: Sequence[Sequence[LayerSpec]], *, hybrid: bool) -> None
     if len({tuple(layer.name for layer in layers) for layers in ranks}) > 1:
         raise SpecError("the ranks have different layers; each of them has a share of every layer")
     for shares in zip(*ranks, strict=True):
-        alike: dict[object, list[int]] = {}
+        ranks_by_share: dict[object, list[int]] = {}
         for rank, layer in enumerate(shares):
-            stored = stored_state(layer, hybrid=hybrid)
-            placement = None if stored is None else placement_of(stored)
-            alike.setdefault((layer.shares_with, layer.spec is None, placement), []).append(rank)
-        if len(alike) > 1:
-            described = "; ".join(f"{_named(same)}: {_described(shares[same[0]])}" for same in alike.values())
+            state = stored_state(layer, hybrid=hybrid)
+            placement = None if state is None else placement_of(state)
+            ranks_by_share.setdefault((layer.shares_with, layer.spec is None, placement), []).append(rank)
+        if len(ranks_by_share) > 1:
+            descriptions = "; ".join(
+                f"{_named(same_ranks)}: {_described(shares[same_ranks[0]])}" for same_ranks in ranks_by_share.values()
+            )
             raise SpecError(
-                f"layer {shares[0].name!r} is not the same on all ranks ({described}); its specs may differ in their "
-                "layout only, such as in their heads"
+                f"layer {shares[0].name!r} is not the same on all ranks ({descriptions}); its specs may differ in "
+                "their layout only, such as in their heads"
             )
 
 

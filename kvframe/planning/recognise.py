@@ -84,27 +84,27 @@ class FoundAdapter:
         ``whole`` says whether this process alone runs the model, if there are several.
         """
         name = "load_whole" if whole else "load"
-        what, load = f"{self.whose}: {name}()", getattr(self.adapter, name)
-        model: LoadedModel = call(what, load, path, device=device, dtype=dtype, passes=(KVFrameError,))
-        description = call(what, getattr, model, "description", None)
+        question, load = f"{self.whose}: {name}()", getattr(self.adapter, name)
+        model: LoadedModel = call(question, load, path, device=device, dtype=dtype, passes=(KVFrameError,))
+        description = call(question, getattr, model, "description", None)
         self._checked(description, f"{name}() must return a model with a description")
         return model
 
     def adopt(self, model: Any, tokenizer: Any) -> ModelInMemory | None:
         """Return a model in memory that the adapter knows, or None; raise ``KVFrameError`` if it refuses or fails."""
-        what = f"{self.whose}: adopt()"
-        adopted: Any = call(what, self.adapter.adopt, model, tokenizer, passes=(KVFrameError,))
-        if adopted is None:
+        question = f"{self.whose}: adopt()"
+        adopted_model: Any = call(question, self.adapter.adopt, model, tokenizer, passes=(KVFrameError,))
+        if adopted_model is None:
             return None
         self._checked(
-            call(what, lambda: adopted.model.description),
+            call(question, lambda: adopted_model.model.description),
             "adopt() must return None or a ModelInMemory with a description",
         )
-        return adopted  # type: ignore[no-any-return]
+        return adopted_model  # type: ignore[no-any-return]
 
-    def _checked(self, description: Any, otherwise: str) -> ModelDescription:
+    def _checked(self, description: Any, demand: str) -> ModelDescription:
         if not isinstance(description, ModelDescription):
-            raise PluginError(f"{self.whose}: {otherwise}, not {safe_repr(description)}")
+            raise PluginError(f"{self.whose}: {demand}, not {safe_repr(description)}")
         return description
 
 
@@ -156,12 +156,12 @@ def adopt_model(model: Any, tokenizer: Any, registry: Registry) -> ModelInMemory
     """
     names = registry.model_adapters.names()
     answers = {name: FoundAdapter.make(registry.model_adapters.get(name)).adopt(model, tokenizer) for name in names}
-    models = [adopted for adopted in answers.values() if adopted is not None]
+    models = [answer for answer in answers.values() if answer is not None]
     if len(models) == 1:
         return models[0]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     if models:
-        adapter_names = ", ".join(name for name, adopted in answers.items() if adopted is not None)
+        adapter_names = ", ".join(name for name, answer in answers.items() if answer is not None)
         raise ModelError(
             f"a {kind} is known to more than one model adapter ({adapter_names}); "
             "disable the plugin that is not meant, in the stack's [plugins] disabled"

@@ -55,5 +55,5 @@ class RollbackSpec(KVCacheSpec):
         """Return the most blocks that a short step and the token before it touch, each block's last token left out."""
         if self.block_size == 1:
             return 0
-        size, most = self.block_size, min(max_new_tokens, 1 + self.num_states)
-        return min(-(-num_tokens // size), 1 - (1 - most) // size)
+        size, num_step_tokens = self.block_size, min(max_new_tokens, 1 + self.num_states)
+        return min(-(-num_tokens // size), 1 - (1 - num_step_tokens) // size)

@@ -23,13 +23,13 @@ def choose_max_model_len(description: ModelDescription, stack: Stack) -> int:
 
     Raises ``StackError`` if the stack asks for longer requests than the model takes.
     """
-    longest, asked = min(description.max_model_len, MAX_WHOLE), stack.limits.max_model_len
-    if asked is not None and asked > longest:
+    model_limit, stack_limit = min(description.max_model_len, MAX_WHOLE), stack.limits.max_model_len
+    if stack_limit is not None and stack_limit > model_limit:
         raise StackError(
-            f"[limits] max_model_len = {asked} is more than the {longest} tokens that {description.name} takes; "
-            "leave it out, or make it smaller"
+            f"[limits] max_model_len = {stack_limit} is more than the {model_limit} tokens that {description.name} "
+            "takes; leave it out, or make it smaller"
         )
-    return longest if asked is None else asked
+    return model_limit if stack_limit is None else stack_limit
 
 
 def plan_for_stack(
@@ -37,7 +37,7 @@ def plan_for_stack(
     stack: Stack,
     max_model_len: int,
     max_input_lens: Mapping[str, int] | None = None,
-    copied: Sequence[LayerSpec] = (),
+    copied_layers: Sequence[LayerSpec] = (),
     num_local_ranks: int = 1,
 ) -> KVCachePlan:
     """Return the cache plan of a stack's memory, device and limits.
@@ -49,7 +49,7 @@ def plan_for_stack(
             layer keeps state, the free memory is not checked.
         max_model_len: The most tokens of a request.
         max_input_lens: The most tokens of each input sequence, such as an encoder's, by name.
-        copied: The layers whose backends get copies of their pages.
+        copied_layers: The layers whose backends get copies of their pages.
         num_local_ranks: The number of ranks of this machine. Those that run on the CPU share its free memory.
 
     Raises:
@@ -73,25 +73,25 @@ def plan_for_stack(
     num_sharing = num_local_ranks if stack.model.device == "cpu" else 1
     available = int(_available_bytes(stack.model.device) * SHARE_OF_AVAILABLE_MEMORY) // num_sharing
     largest = plan(available)
-    if copied:
-        copies = copied_bytes(largest, grouping, copied)
+    if copied_layers:
+        copies = copied_bytes(largest, grouping, copied_layers)
         largest = plan(available * largest.total_bytes // (largest.total_bytes + copies))
     peaks = largest.peak_blocks(max_model_len)
-    wanted = largest.num_slabs_for(blocks * stack.limits.max_num_seqs for blocks in peaks)
-    if wanted >= largest.num_slabs:
+    num_wanted_slabs = largest.num_slabs_for(blocks * stack.limits.max_num_seqs for blocks in peaks)
+    if num_wanted_slabs >= largest.num_slabs:
         return largest
-    return plan(largest.null_bytes + wanted * largest.slab_bytes)
+    return plan(largest.null_bytes + num_wanted_slabs * largest.slab_bytes)
 
 
-def copied_bytes(plan: KVCachePlan, grouping: Grouping, copied: Sequence[LayerSpec]) -> int:
+def copied_bytes(plan: KVCachePlan, grouping: Grouping, copied_layers: Sequence[LayerSpec]) -> int:
     """Return the most bytes that a step's copies of pages take: one copy of every page, for one layer at a time.
 
-    Requests that share a page get a copy each, so a step of many such requests may take more. ``copied`` are the layers
-    whose backends get copies of their pages.
+    Requests that share a page get a copy each, so a step of many such requests may take more. ``copied_layers`` are the
+    layers whose backends get copies of their pages.
     """
     # Layers with copies of equal shapes use the same memory.
     per_slab: dict[tuple[str, StateTensor], int] = {}
-    for layer in copied:
+    for layer in copied_layers:
         assert layer.spec is not None
         group = plan.groups[grouping.group_of(layer.name).index]
         for key in layer.spec.in_format(PLAIN).state_tensors().items():

@@ -57,9 +57,9 @@ def check_spec_at_set_up(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int
     A spec that was found right is not checked again for the same lengths: of the longest sequence, and of the most
     tokens that one step computes. Raises ``SpecError`` with the kind, the position, the answer and the right one.
     """
-    asked = spec, max_tokens, max_new_tokens
+    check_key = spec, max_tokens, max_new_tokens
     try:
-        if asked in _right:
+        if check_key in _right:
             return
     except TypeError:  # a field of it cannot be hashed, so it is checked each time
         _check(spec, max_tokens, max_new_tokens)
@@ -67,7 +67,7 @@ def check_spec_at_set_up(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int
     _check(spec, max_tokens, max_new_tokens)
     if len(_right) >= _MOST_REMEMBERED:
         _right.clear()
-    _right[asked] = None
+    _right[check_key] = None
 
 
 def _check(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int) -> None:
@@ -80,34 +80,38 @@ def _check(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int) -> None:
     if mask is not None and (not mask.causal or function == mask.sees):
         function = None  # ``Answers`` compares the mask itself
     derives = type(spec).live_blocks is not KVCacheSpec.live_blocks
-    answers, before = Answers(spec), 0
-    most, needs_most = 0, ""
-    kept: tuple[TokenRange, ...] = ()
+    answers, position_before = Answers(spec), 0
+    largest_need, largest_step = 0, ""
+    ranges_before: tuple[TokenRange, ...] = ()
     for n in sampled_positions(spec, max_tokens):
         ranges = answers.live_ranges(n)
-        lost = lacks(ranges, kept, ((before, n),))
-        if lost is not None:
+        revived_tokens = lacks(ranges, ranges_before, ((position_before, n),))
+        if revived_tokens is not None:
             raise wrong_answer(
                 spec,
                 f"live_ranges({n})",
                 ranges,
-                f"none of the tokens from {lost[0]} to {lost[1] - 1}, which were not live at {before}",
+                f"none of the tokens from {revived_tokens[0]} to {revived_tokens[1] - 1}, which were not live at "
+                f"{position_before}",
             )
-        live = answers.live_blocks(n)
+        live_blocks = answers.live_blocks(n)
         if derives:
-            _check_derived(spec, n, live)
+            _check_derived(spec, n, live_blocks)
         if function is not None:
             _check_mask_function(spec, function, n, ranges)
         if n < max_tokens:
-            held, step = _check_blocks(spec, answers, n, min(max_new_tokens, max_tokens - n))
-            if held > most:
-                most, needs_most = held, step
-        kept, before = ranges, n
+            need, step = _check_blocks(spec, answers, n, min(max_new_tokens, max_tokens - n))
+            if need > largest_need:
+                largest_need, largest_step = need, step
+        ranges_before, position_before = ranges, n
     _warn_of_many_ranges(spec, max_tokens)
     peak = peak_of(spec, max_tokens, max_new_tokens)
-    if peak < most:
+    if peak < largest_need:
         raise wrong_answer(
-            spec, f"peak_blocks({max_tokens}, {max_new_tokens})", peak, f"{most} at least, which {needs_most} needs"
+            spec,
+            f"peak_blocks({max_tokens}, {max_new_tokens})",
+            peak,
+            f"{largest_need} at least, which {largest_step} needs",
         )
 
 
@@ -118,7 +122,7 @@ def sampled_positions(spec: KVCacheSpec, max_tokens: int) -> list[int]:
     boundaries = {*range(1, _NUM_BOUNDARIES + 1), *range(last_block - 1, last_block + 2)}
     corners = {
         *sizes,
-        *(size + other for size in sizes for other in sizes),
+        *(size + other_size for size in sizes for other_size in sizes),
         *(block * spec.block_size for block in boundaries),
         *(1 << power for power in range(max_tokens.bit_length())),
         max_tokens,
@@ -135,8 +139,8 @@ def sampled_positions(spec: KVCacheSpec, max_tokens: int) -> list[int]:
 def peak_of(spec: KVCacheSpec, num_tokens: int, max_new_tokens: int) -> int:
     """Return ``KVCacheSpec.peak_blocks``; raise ``SpecError`` if the answer is not a possible number of blocks."""
     question = f"peak_blocks({num_tokens}, {max_new_tokens})"
-    most = -(-num_tokens // spec.block_size)
-    return ask_count(spec, question, lambda: spec.peak_blocks(num_tokens, max_new_tokens), least=0, most=most)
+    num_blocks = -(-num_tokens // spec.block_size)
+    return ask_count(spec, question, lambda: spec.peak_blocks(num_tokens, max_new_tokens), least=0, most=num_blocks)
 
 
 def _warn_of_many_ranges(spec: KVCacheSpec, num_tokens: int) -> None:
@@ -168,36 +172,36 @@ def _check_state_tensors(spec: KVCacheSpec) -> None:
     ask_count(spec, "block_bytes", lambda: spec.block_bytes, least=0, most=1 << 62)
 
 
-def _check_derived(spec: KVCacheSpec, n: int, live: tuple[TokenRange, ...]) -> None:
+def _check_derived(spec: KVCacheSpec, n: int, live_blocks: tuple[TokenRange, ...]) -> None:
     question = f"live_blocks({n})"
     blocks = ask(spec, question, lambda: spec.live_blocks(n))
-    if blocks != live:
-        raise wrong_answer(spec, question, blocks, f"{live} by its live ranges")
+    if blocks != live_blocks:
+        raise wrong_answer(spec, question, blocks, f"{live_blocks} by its live ranges")
 
 
 def _check_mask_function(spec: KVCacheSpec, function: MaskFunction, n: int, ranges: tuple[TokenRange, ...]) -> None:
     """Check that a mask function shows what is live, the query itself and nothing else. A sparse type may show less."""
     for key in (n, n + 1, n + 2, *(range(n) if n < _DENSE else _sampled_keys(n, ranges))):
-        place = bisect_right(ranges, key, key=itemgetter(0)) - 1
-        is_live, question = place >= 0 and key < ranges[place][1], f"mask_function({n}, {key})"
+        index = bisect_right(ranges, key, key=itemgetter(0)) - 1
+        is_live, question = index >= 0 and key < ranges[index][1], f"mask_function({n}, {key})"
         sees = ask(spec, question, partial(_sees, function, n, key))
         if key == n:
             if not sees:
                 raise wrong_answer(spec, question, False, "True, because a query sees itself")
             continue
         if is_live and not sees and not spec.is_sparse:
-            expected = f"True, because {ranges} are live at {n}; a type that sees fewer tokens declares is_sparse"
-            raise wrong_answer(spec, question, False, expected)
+            right_answer = f"True, because {ranges} are live at {n}; a type that sees fewer tokens declares is_sparse"
+            raise wrong_answer(spec, question, False, right_answer)
         if sees and not is_live:
             raise wrong_answer(spec, question, True, f"False, because the live ranges at {n} are {ranges}")
 
 
 def _sampled_keys(n: int, ranges: tuple[TokenRange, ...]) -> list[int]:
     source = random.Random(n)
-    few = ranges
+    sampled_ranges = ranges
     if len(ranges) > 3 * _NUM_PARTS:
-        few = (*ranges[:_NUM_PARTS], *source.sample(ranges, _NUM_PARTS), *ranges[-_NUM_PARTS:])
-    keys = {end + offset for part in few for end in part for offset in (-1, 0)} | {0, n - 1}
+        sampled_ranges = (*ranges[:_NUM_PARTS], *source.sample(ranges, _NUM_PARTS), *ranges[-_NUM_PARTS:])
+    keys = {end + offset for part in sampled_ranges for end in part for offset in (-1, 0)} | {0, n - 1}
     keys.update(source.randrange(n) for _ in range(_NUM_KEYS))
     if ranges:
         keys.update(source.randrange(*source.choice(ranges)) for _ in range(_NUM_KEYS))
@@ -210,16 +214,16 @@ def _sees(function: MaskFunction, query: int, key: int) -> bool:
 
 def _check_blocks(spec: KVCacheSpec, answers: Answers, n: int, num_new_tokens: int) -> tuple[int, str]:
     """Check that no step needs more blocks than the spec says; return the largest need, and the step that has it."""
-    size, found = spec.block_size, (0, "")
+    size, largest_need = spec.block_size, (0, "")
     for count, branch in ((1, 0), (num_new_tokens, 0), (num_new_tokens, (n + num_new_tokens) // size * size)):
-        stored = answers.stored_blocks(n, count, branch)
-        held, step = num_covered(union(answers.live_blocks(n), stored)), f"a step of {count} tokens at {n}"
-        most = answers.num_resident_blocks(n, count)
-        if held > most:
+        stored_blocks = answers.stored_blocks(n, count, branch)
+        need, step = num_covered(union(answers.live_blocks(n), stored_blocks)), f"a step of {count} tokens at {n}"
+        num_resident_blocks = answers.num_resident_blocks(n, count)
+        if need > num_resident_blocks:
             question = f"num_resident_blocks({n}, {count})"
-            raise wrong_answer(spec, question, most, f"{held} at least, which {step} needs")
-        found = max(found, (held, step))
-    return found
+            raise wrong_answer(spec, question, num_resident_blocks, f"{need} at least, which {step} needs")
+        largest_need = max(largest_need, (need, step))
+    return largest_need
 
 
 def check_prompt_budget(layer: LayerSpec) -> None:
@@ -231,19 +235,19 @@ def check_prompt_budget(layer: LayerSpec) -> None:
     spec, query = layer.spec, layer.query
     assert spec is not None
     budget = ask(spec, "prompt_budget", lambda: spec.prompt_budget)
-    whose = f"layer {layer.name!r}: its type {spec.kind!r} keeps {budget!r} tokens of a prompt"
+    label = f"layer {layer.name!r}: its type {spec.kind!r} keeps {budget!r} tokens of a prompt"
     if type(budget) is not int or budget < 1:
-        raise SpecError(f"{whose}; prompt_budget must be a whole number of at least 1, or None")
+        raise SpecError(f"{label}; prompt_budget must be a whole number of at least 1, or None")
     if spec.kv_format != PLAIN:
-        raise SpecError(f"{whose}, and is stored as {spec.kv_format.name}; its tokens are moved in the plain format")
+        raise SpecError(f"{label}, and is stored as {spec.kv_format.name}; its tokens are moved in the plain format")
     if spec.defines_attention or spec.mask != AttentionMask() or spec.state_tensors().keys() != {"k", "v"}:
         raise SpecError(
-            f"{whose}, which only a type of keys and values can whose queries see all earlier tokens: with the mask "
+            f"{label}, which only a type of keys and values can whose queries see all earlier tokens: with the mask "
             "AttentionMask(), and without dense_attention"
         )
     if query is not None and (query.choice or query.relative_bias or query.alibi_slopes or query.first_token):
         raise SpecError(
-            f"{whose}, which get other positions, and its queries read keys by position: it has a choice, a bias by "
+            f"{label}, which get other positions, and its queries read keys by position: it has a choice, a bias by "
             "distance, or a first token"
         )
     entries = ask(spec, "entries", lambda: {name: dict(entry.state_tensors()) for name, entry in spec.entries.items()})
@@ -251,7 +255,7 @@ def check_prompt_budget(layer: LayerSpec) -> None:
     for name, tensors in entries.items():
         if name != QUERY or [*tensors] != [QUERY] or tensors[QUERY].shape[1:] != shape:
             raise SpecError(
-                f"{whose}, and has the entry {name!r} of {[*tensors]}; the host stores only one named {QUERY!r}, of "
+                f"{label}, and has the entry {name!r} of {[*tensors]}; the host stores only one named {QUERY!r}, of "
                 f"one tensor {QUERY!r} [block_size, *{shape}]"
             )
 

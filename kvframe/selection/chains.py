@@ -38,29 +38,32 @@ def bind_chain(wrappers: Sequence[MetadataWrapper], layer: LayerSpec) -> tuple[W
 
 def _bind(wrapper: MetadataWrapper, layer: LayerSpec) -> tuple[MetadataWrapper, frozenset[str], LayerSpec]:
     """Make a wrapper for a layer; return it, the extensions that it may add, and the layer that it leaves."""
-    whose = f"wrapper {wrapper.name!r} ({type(wrapper).__module__}.{type(wrapper).__qualname__})"
-    bound = call(f"{whose}: for_layer()", wrapper.for_layer, layer, passes=(WrapperError,))
-    if type(bound) is not type(wrapper):
-        raise PluginError(f"{whose}: for_layer() must return a {type(wrapper).__name__}, not {safe_repr(bound)}")
+    label = f"wrapper {wrapper.name!r} ({type(wrapper).__module__}.{type(wrapper).__qualname__})"
+    bound_wrapper = call(f"{label}: for_layer()", wrapper.for_layer, layer, passes=(WrapperError,))
+    if type(bound_wrapper) is not type(wrapper):
+        raise PluginError(
+            f"{label}: for_layer() must return a {type(wrapper).__name__}, not {safe_repr(bound_wrapper)}"
+        )
     if reason := _chooses_or_keeps_more(layer):
         raise WrapperError(f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: it {reason}", code="more")
     for extension, reason in _needed_extensions(layer):
-        use = bound.extensions.get(extension)
+        use = bound_wrapper.extensions.get(extension)
         if use is None or use is FieldUse.REJECT:
             raise WrapperError(
                 f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: {reason}, and the wrapper does not take "
                 f"the extension {extension!r}",
                 code="unknown_extension" if use is None else "rejected_extension",
             )
-    extensions = call(f"{whose}: added_extensions()", bound.added_extensions, layer, passes=(WrapperError,))
+    extensions = call(f"{label}: added_extensions()", bound_wrapper.added_extensions, layer, passes=(WrapperError,))
     if not isinstance(extensions, frozenset | set) or not all(type(name) is str for name in extensions):
-        raise PluginError(f"{whose}: added_extensions() must return a frozenset of names, not {safe_repr(extensions)}")
-    wrapped = call(f"{whose}: wrapped_layer()", bound.wrapped_layer, layer, passes=(WrapperError,))
-    if type(wrapped) is not LayerSpec or wrapped.spec is None or wrapped.query is None:
+        raise PluginError(f"{label}: added_extensions() must return a frozenset of names, not {safe_repr(extensions)}")
+    wrapped_layer = call(f"{label}: wrapped_layer()", bound_wrapper.wrapped_layer, layer, passes=(WrapperError,))
+    if type(wrapped_layer) is not LayerSpec or wrapped_layer.spec is None or wrapped_layer.query is None:
         raise PluginError(
-            f"{whose}: wrapped_layer() must return a LayerSpec with a spec and a query side, not {safe_repr(wrapped)}"
+            f"{label}: wrapped_layer() must return a LayerSpec with a spec and a query side, not "
+            f"{safe_repr(wrapped_layer)}"
         )
-    return bound, frozenset(extensions), wrapped
+    return bound_wrapper, frozenset(extensions), wrapped_layer
 
 
 def _chooses_or_keeps_more(layer: LayerSpec) -> str | None:

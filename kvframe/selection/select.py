@@ -95,14 +95,15 @@ def _what_keeps_others(choice: Choice) -> str:
 def _check_not_chosen(layer: LayerSpec, kind: str, stack: Stack) -> None:
     """Raise for a rule that gives a backend or wrappers to a layer without attention."""
     rule = stack.rule_for(layer.name, kind)
-    for what, names in (
+    for label, names in (
         ("backend", [] if rule.backend == AUTO else [rule.backend.name]),
         ("wrapper", [use.name for use in rule.wrappers or ()]),
     ):
         if names:
             raise BackendError(
-                f"{stack.source}: a rule gives layer {layer.name!r} the {what} {names[0]!r}, but a {kind!r} layer does "
-                "not attend: the model computes it; let the rule name the kind of the layers that it is for, such as "
+                f"{stack.source}: a rule gives layer {layer.name!r} the {label} {names[0]!r}, but a {kind!r} layer "
+                "does not attend: the model computes it; let the rule name the kind of the layers that it is for, such "
+                "as "
                 'kind = "full_attention"'
             )
 
@@ -142,7 +143,7 @@ def _choose(
                 code="not_skipped",
             )
         check_order([type(wrapper) for wrapper, _ in owned_wrappers])
-        wrappers, wrapped, extensions = bind_chain([wrapper for wrapper, _ in owned_wrappers], layer)
+        wrappers, wrapped_layer, extensions = bind_chain([wrapper for wrapper, _ in owned_wrappers], layer)
     except WrapperError as error:
         raise WrapperError(f"layer {layer.name!r}: {error}", code=error.code) from error
     except PluginError as error:
@@ -152,7 +153,7 @@ def _choose(
     usable_backends: dict[str, _Usable] = {}
     candidates = []
     for name in names:
-        candidate, usable = _consider(name, rule.backend, wrapped, extensions, registry, device)
+        candidate, usable = _consider(name, rule.backend, wrapped_layer, extensions, registry, device)
         if usable is not None:
             usable_backends[candidate.name] = usable
             if asks_graphs:
@@ -163,7 +164,7 @@ def _choose(
     if not able_candidates:
         raise BackendError(_none_serves(layer, rule.backend, candidates))
     best = _best(able_candidates)
-    rest = [candidate for candidate in candidates if candidate is not best]
+    other_candidates = [candidate for candidate in candidates if candidate is not best]
     usable = usable_backends[best.name]
     return Choice(
         layer=layer.name,
@@ -172,12 +173,12 @@ def _choose(
             Identity.of(owner, type(wrapper), _parameters(wrapper))
             for wrapper, (_, owner) in zip(wrappers, owned_wrappers, strict=True)
         ),
-        wrapped=wrapped,
+        wrapped=wrapped_layer,
         backend=best.name,
         backend_class=usable.backend_class,
         backend_options=usable.options,
         backend_id=usable.identity,
-        candidates=(best, *rest),
+        candidates=(best, *other_candidates),
     )
 
 
@@ -215,23 +216,23 @@ def _consider(
 ) -> tuple[Candidate, _Usable | None]:
     """Check whether one backend can serve a layer; any error in its code is the reason that it cannot."""
     claim = registry.backends.get(name)
-    whose = f"backend {claim.id!r}"
+    label = f"backend {claim.id!r}"
     try:
         backend_class: type[AttentionBackend] = claim.load()
-        candidate = call(f"{whose}: capabilities", _compare, claim.id, backend_class, layer, extensions, device)
+        candidate = call(f"{label}: capabilities", _compare, claim.id, backend_class, layer, extensions, device)
         if device in backend_class.capabilities.devices and (reason := claim.why_unusable(backend_class)):
             candidate = attrs.evolve(candidate, refusals=(Refusal("environment", reason),))
         if candidate.refusals:
             return candidate, None
         options = make_backend_options(use, backend_class)
-        parameters = call(f"{whose}: its options", _parameters, options)
+        parameters = call(f"{label}: its options", _parameters, options)
         identity = call(
-            f"{whose}: its options", Identity.of, claim.owner, backend_class, parameters, passes=(PluginError,)
+            f"{label}: its options", Identity.of, claim.owner, backend_class, parameters, passes=(PluginError,)
         )
     except StackError:
         if use != AUTO:
             raise
-        refusal = Refusal("options", f"{whose} has options without a default")
+        refusal = Refusal("options", f"{label} has options without a default")
     except KVFrameError as error:
         refusal = Refusal("import", str(error))
     else:

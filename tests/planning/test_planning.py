@@ -143,7 +143,7 @@ def test_auto_counts_copies_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2**21 - whole.slab_bytes < whole.total_bytes <= 2**21
     # Of two layers of int8 and scales, one is copied as float32, so all copies take almost twice the pages.
     assert 1.7 * whole.total_bytes < copied_bytes(whole, grouping, layers) < 2 * whole.total_bytes
-    plan = plan_for_stack(grouping, Stack(), 2**16, copied=layers)
+    plan = plan_for_stack(grouping, Stack(), 2**16, copied_layers=layers)
     taken = plan.total_bytes + copied_bytes(plan, grouping, layers)
     assert 0.98 * 2**21 < taken <= 2**21
 

@@ -27,7 +27,7 @@ def page_of_plan(
     description: ModelDescription,
     layers: Sequence[LayerSpec],
     grouping: Grouping,
-    planned: KVCachePlan,
+    cache_plan: KVCachePlan,
     concurrency: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return the data of a plan's page."""
@@ -35,14 +35,14 @@ def page_of_plan(
 
     full, equal = group_layers(layers, hybrid=False).groups, _EqualGroups.of(grouping.groups)
     samples = []
-    for n in _lengths(planned.max_model_len):
-        held = [_held_bytes(group.spec, group.page_bytes, n) for group in planned.groups]
+    for n in _lengths(cache_plan.max_model_len):
+        num_bytes = [_held_bytes(group.spec, group.page_bytes, n) for group in cache_plan.groups]
         samples.append(
             {
                 "n": n,
-                "ranges": [_drawn(group.spec.live_ranges(n)) for group in planned.groups],
-                "bytes": held,
-                "total": sum(held),
+                "ranges": [_drawn(group.spec.live_ranges(n)) for group in cache_plan.groups],
+                "bytes": num_bytes,
+                "total": sum(num_bytes),
                 "all_full": sum(_held_bytes(group.spec, group.page_bytes, n) for group in full),
                 "equal_groups": equal.held_bytes(n),
             }
@@ -50,23 +50,23 @@ def page_of_plan(
     return {
         "model": description.name,
         "num_layers": len(description.layers),
-        "max_model_len": planned.max_model_len,
-        "total_bytes": planned.total_bytes,
-        "num_slabs": planned.num_slabs,
-        "slab_bytes": planned.slab_bytes,
-        "waste_fraction": planned.waste_fraction,
+        "max_model_len": cache_plan.max_model_len,
+        "total_bytes": cache_plan.total_bytes,
+        "num_slabs": cache_plan.num_slabs,
+        "slab_bytes": cache_plan.slab_bytes,
+        "waste_fraction": cache_plan.waste_fraction,
         "groups": [
             {
                 "kind": group.spec.kind,
                 "num_layers": len(group.layers),
                 "layers": compact_names(group.layers),
-                "needs": describe_live_range(group.spec, planned.max_model_len),
+                "needs": describe_live_range(group.spec, cache_plan.max_model_len),
                 "block_size": group.block_size,
                 "page_bytes": group.page_bytes,
                 "pages_per_slab": group.pages_per_slab,
                 "peak_blocks": group.peak_blocks,
             }
-            for group in planned.groups
+            for group in cache_plan.groups
         ],
         "samples": samples,
         "concurrency": list(concurrency),
