@@ -18,7 +18,7 @@ from typing import Any
 import openai
 import pytest
 from kvframe_serve.generation import MOST_UNREAD
-from kvframe_serve.places import BusyError, Place, Places
+from kvframe_serve.quotas import BusyError, Quota, Share
 
 from kvframe.contract import KVFrameError
 from plugins.serve.tests.conftest import Running, wait_until
@@ -45,8 +45,8 @@ def is_healthy(running: Running) -> bool:
         return bool(json.loads(answer.read()) == {"status": "ok"})
 
 
-def num_taken(running: Running) -> int:
-    return running.server._places.num_taken
+def num_used(running: Running) -> int:
+    return running.server._quota.num_used
 
 
 def read_all(client: socket.socket) -> bytes:
@@ -56,7 +56,7 @@ def read_all(client: socket.socket) -> bytes:
     return data
 
 
-def test_halves_of_bodies_hold_no_places(serve: Serve) -> None:
+def test_halves_of_bodies_use_no_quota(serve: Serve) -> None:
     running = serve({"max_requests": 4, "client_seconds": 2})
     with ExitStack() as stack:
         halves = [connect(running, stack) for _ in range(40)]
@@ -126,15 +126,15 @@ def test_a_request_that_runs_is_not_closed_for_others(serve: Serve) -> None:
         assert b'"finish_reason":"length"' in read_all_of_stream(client)
 
 
-def test_a_stream_that_is_not_read_ends_and_gives_its_places_back(serve: Serve) -> None:
+def test_a_stream_that_is_not_read_ends_and_gives_its_quota_back(serve: Serve) -> None:
     running = serve({"client_seconds": 2})
     with ExitStack() as stack:
         client = connect(running, stack)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         body = {"prompt": "x", "max_tokens": 490, "n": 16, "temperature": 1, "logprobs": 20, "stream": True}
         client.sendall(request_bytes(body))
-        wait_until(lambda: num_taken(running) == 16)
-        wait_until(lambda: num_taken(running) == 0)
+        wait_until(lambda: num_used(running) == 16)
+        wait_until(lambda: num_used(running) == 0)
         wait_until(lambda: not running.server._connections._open)
         wait_until(lambda: not any(stats(running).blocks_held))
 
@@ -147,8 +147,8 @@ def test_what_waits_for_a_client_is_bounded(serve: Serve) -> None:
         body = {"prompt": "x", "max_tokens": 490, "n": 64, "temperature": 1, "logprobs": 20, "stream": True}
         assert 64 * 490 * 21 > 4 * MOST_UNREAD
         client.sendall(request_bytes(body))
-        wait_until(lambda: num_taken(running) == 64)
-        wait_until(lambda: num_taken(running) == 0)
+        wait_until(lambda: num_used(running) == 64)
+        wait_until(lambda: num_used(running) == 0)
         assert stats(running).generated_tokens < 64 * 490
         assert b"the client does not read its answer" in read_all_of_stream(client)
 
@@ -162,14 +162,14 @@ def read_all_of_stream(client: socket.socket) -> bytes:
     return bytes(data)
 
 
-def test_one_key_cannot_take_all_places_and_samples_count(serve: Serve) -> None:
+def test_one_key_cannot_use_all_of_a_quota_and_samples_count(serve: Serve) -> None:
     running = serve({"max_requests": 8}, keys=["anna", "ben"])
     slow_down(running, 0.005)
     with ExitStack() as stack:
         client = connect(running, stack)
         body = {"prompt": "x", "max_tokens": 480, "n": 4, "temperature": 1, "stream": True}
         client.sendall(request_bytes(body, Authorization="Bearer anna"))
-        wait_until(lambda: num_taken(running) == 4)
+        wait_until(lambda: num_used(running) == 4)
         with pytest.raises(openai.RateLimitError, match="4 of the 4 samples that one key may have at once") as refused:
             running.client("anna").completions.create(model="tiny", prompt="x", max_tokens=1)
         assert "1" == refused.value.response.headers["retry-after"]
@@ -178,9 +178,9 @@ def test_one_key_cannot_take_all_places_and_samples_count(serve: Serve) -> None:
             running.client("ben").completions.create(model="tiny", prompt="x", max_tokens=1, n=5)
 
 
-def test_of_requests_that_need_all_places_one_is_served() -> None:
-    places = Places("samples", max_total=8, max_per_key=8)
-    requests = [Place(places, "anna") for _ in range(3)]
+def test_of_requests_that_need_a_whole_quota_one_is_served() -> None:
+    quota = Quota("samples", max_total=8, max_per_key=8)
+    requests = [Share(quota, "anna") for _ in range(3)]
     for request in requests:
         request.grow(1)  # its body is there
     served = []
@@ -188,7 +188,7 @@ def test_of_requests_that_need_all_places_one_is_served() -> None:
         with suppress(BusyError):
             request.grow(8)
             served.append(request)
-    assert ([requests[-1]], 8) == (served, places.num_taken)
+    assert ([requests[-1]], 8) == (served, quota.num_used)
 
 
 def test_a_stream_that_has_ended_holds_no_place_though_it_is_not_read(serve: Serve) -> None:
@@ -198,7 +198,7 @@ def test_a_stream_that_has_ended_holds_no_place_though_it_is_not_read(serve: Ser
             client = connect(running, stack)
             client.sendall(request_bytes({"prompt": "x", "max_tokens": 8, "n": 2, "temperature": 1, "stream": True}))
             client.recv(1)
-            wait_until(lambda: num_taken(running) == 0)
+            wait_until(lambda: num_used(running) == 0)
 
 
 def test_a_text_that_cannot_fit_is_refused_by_its_bytes(serve: Serve) -> None:
@@ -251,11 +251,11 @@ def test_keys_take_turns_when_large_bodies_are_read(serve: Serve, checkpoint: Pa
     hostile = [threading.Thread(target=ask) for _ in range(8)]
     for thread in hostile:
         thread.start()
-    wait_until(lambda: num_taken(running) == 8)
+    wait_until(lambda: num_used(running) == 8)
     large = json.dumps({"prompt": "a" * (100 << 10), "max_tokens": 1}).encode()
     status, answer = post(running, "/v1/completions", large, Authorization="Bearer ben")
     assert (400, "prompt_too_long") == (status, answer["error"]["code"])
-    assert 5 <= num_taken(running)
+    assert 5 <= num_used(running)
     for thread in hostile:
         thread.join()
     assert {400, 429} == {*statuses}
@@ -269,7 +269,7 @@ def test_the_bytes_of_bodies_are_bounded(serve: Serve, checkpoint: Path, tmp_pat
         for client in clients:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(LARGE_CHAT)}\r\n"
             client.sendall(f"{head}Authorization: Bearer anna\r\n\r\n".encode() + LARGE_CHAT)
-        wait_until(lambda: num_taken(running) == 11)
+        wait_until(lambda: num_used(running) == 11)
         status, _ = post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 1}', Authorization="Bearer ben")
         assert 200 == status
         assert 3 == sum(b"bytes of bodies that one key may have" in read_some(client) for client in clients)

@@ -1,4 +1,4 @@
-"""Check each request before the application gets it: its key, its place, its body; and log it when it is answered."""
+"""Check each request before the application gets it: its key, its quota, its body; and log it when it is answered."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 
 import attrs
 
-from kvframe_serve.places import BusyError, Place, Places
+from kvframe_serve.quotas import BusyError, Quota, Share
 from kvframe_serve.request_log import log_request
 
 SALT_HEADER = b"x-cache-salt"
 ID_HEADER = b"x-request-id"
 OPEN_PATHS = ("/health", "/metrics")
-"""Paths that need no key and no place."""
+"""Paths that need no key and no quota."""
 
 _DROPPED = 16
 """A body that is too large is read to its end only if it has at most so many times the bytes of the largest one."""
@@ -37,7 +37,7 @@ class Caller:
         request_id: The request's id in the log and in the answer's headers.
         owner: Stands for the caller's key; empty without a key.
         salt: The cache salt from the caller's key and header.
-        place: Its places.
+        share: What it uses of the quota of samples.
         on_end: Functions that are called when the request was answered or its client disconnected.
         logged: What the log says of the request, by name.
     """
@@ -45,17 +45,17 @@ class Caller:
     request_id: str
     owner: str
     salt: str
-    place: Place
+    share: Share
     on_end: list[Callable[[], None]] = attrs.field(factory=list)
     logged: dict[str, Any] = attrs.field(factory=dict)
 
-    def salt_for(self, named: str) -> str:
+    def salt_for(self, salt_name: str) -> str:
         """Return the cache salt of the request. The key is part of it, so no caller can name another caller's salt.
 
         Args:
-            named: The salt in the request's body; empty for none.
+            salt_name: The salt in the request's body; empty for none.
         """
-        return f"{self.salt}/{named}" if named else self.salt
+        return f"{self.salt}/{salt_name}" if salt_name else self.salt
 
 
 CALLER: ContextVar[Caller] = ContextVar("kvframe_serve_caller")
@@ -85,7 +85,7 @@ class Access:
     def __init__(
         self,
         app: Any,
-        places: Places,
+        quota: Quota,
         *,
         keys: Collection[str],
         max_body_bytes: int,
@@ -96,27 +96,31 @@ class Access:
 
         Args:
             app: The application.
-            places: The places for samples.
+            quota: The quota of samples.
             keys: The keys that are accepted; without keys, every caller is served.
             max_body_bytes: The most bytes of a request's body.
             client_seconds: How long a client may take to send a body.
             count_refusal: Called with the code of each refusal.
         """
         self._app = app
-        self._places = places
+        self._quota = quota
         self._keys = [key.encode() for key in keys]
         self._max_body_bytes = max_body_bytes
         self._client_seconds = client_seconds
         self._count_refusal = count_refusal
-        most = _DROPPED * max_body_bytes
-        self._bytes = Places("bytes of bodies", max_total=most, max_per_key=most // 2 if self._keys else most)
+        max_dropped_bytes = _DROPPED * max_body_bytes
+        self._bytes = Quota(
+            "bytes of bodies",
+            max_total=max_dropped_bytes,
+            max_per_key=max_dropped_bytes // 2 if self._keys else max_dropped_bytes,
+        )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one request."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        begun, status = time.perf_counter(), 0
+        start_time, status = time.perf_counter(), 0
         headers = dict(scope["headers"])
         request_id = _request_id(headers.get(ID_HEADER, b""))
 
@@ -127,17 +131,17 @@ class Access:
                 message["headers"] = [*message.get("headers", ()), (ID_HEADER, request_id.encode())]
             await send(message)
 
-        logged: dict[str, Any] = {}
+        log_fields: dict[str, Any] = {}
         try:
-            logged = await self._serve(scope, headers, request_id, receive, send_with_id)
+            log_fields = await self._serve(scope, headers, request_id, receive, send_with_id)
         except ClientGoneError:
-            logged = {"gone": "before its body was there"}
+            log_fields = {"gone": "before its body was there"}
         except _Refused as refusal:
-            logged = {"refused": refusal.code}
+            log_fields = {"refused": refusal.code}
             self._count_refusal(refusal.code)
             await _refuse(send_with_id, refusal)
         finally:
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start_time
             log_request(
                 {
                     "id": request_id,
@@ -145,7 +149,7 @@ class Access:
                     "path": scope["path"],
                     "status": status or "none",
                     "seconds": seconds,
-                    **logged,
+                    **log_fields,
                 }
             )
 
@@ -156,16 +160,16 @@ class Access:
         key = self._key(headers.get(b"authorization", b""))
         owner = hashlib.blake2b(key, digest_size=16).hexdigest() if key else ""
         header = headers.get(SALT_HEADER, b"").decode("latin-1")
-        place, held = Place(self._places, owner), Place(self._bytes, owner)
-        caller = Caller(request_id, owner, f"{owner}/{header}" if header else owner, place)
+        share, body_share = Share(self._quota, owner), Share(self._bytes, owner)
+        caller = Caller(request_id, owner, f"{owner}/{header}" if header else owner, share)
         if owner:
             caller.logged["key"] = owner[:8]
         token = CALLER.set(caller)
         try:
-            body = await self._read_body(headers, receive, held)
+            body = await self._read_body(headers, receive, body_share)
             if scope["method"] == "POST":
                 try:
-                    place.grow(1)  # not before its body is there: halves of bodies hold no places
+                    share.grow(1)  # not before its body is there: halves of bodies use no quota
                 except BusyError as error:
                     raise _Refused(429, str(error), "too_many_requests") from None
             await self._run(scope, body, receive, send)
@@ -173,8 +177,8 @@ class Access:
             # A stream that waits for its client gets no notice of the disconnection, so the request is ended here.
             for end in caller.on_end:
                 end()
-            place.free()
-            held.free()
+            share.free()
+            body_share.free()
             CALLER.reset(token)
         return caller.logged
 
@@ -183,55 +187,59 @@ class Access:
         scheme, _, key = header.partition(b" ")
         key = key.strip() if scheme.lower() == b"bearer" else b""
         is_known = not self._keys
-        for known in self._keys:
-            is_known |= hmac.compare_digest(key, known)
+        for known_key in self._keys:
+            is_known |= hmac.compare_digest(key, known_key)
         if not is_known:
             raise _Refused(401, "the key is missing or wrong: send it as `Authorization: Bearer KEY`", "bad_key")
         return key
 
-    async def _read_body(self, headers: Mapping[bytes, bytes], receive: Any, held: Place) -> bytes:
+    async def _read_body(self, headers: Mapping[bytes, bytes], receive: Any, body_share: Share) -> bytes:
         """Return the whole body. Up to a limit, one that is too large is read and dropped, so that its sender can read
         the answer.
         """  # noqa: D205
-        length, body, num_read, more = headers.get(b"content-length", b""), bytearray(), 0, True
-        most, dropped = self._max_body_bytes, _DROPPED * self._max_body_bytes
+        length, body, num_read, has_more = headers.get(b"content-length", b""), bytearray(), 0, True
+        max_bytes, max_dropped_bytes = self._max_body_bytes, _DROPPED * self._max_body_bytes
         try:
             async with asyncio.timeout(self._client_seconds):
-                while more and num_read <= dropped and not (length.isdigit() and int(length) > dropped):
+                while (
+                    has_more
+                    and num_read <= max_dropped_bytes
+                    and not (length.isdigit() and int(length) > max_dropped_bytes)
+                ):
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
                     chunk = message.get("body", b"")
                     num_read += len(chunk)
-                    more = message.get("more_body", False)
-                    if num_read <= most:
+                    has_more = message.get("more_body", False)
+                    if num_read <= max_bytes:
                         body += chunk
-                        held.grow(len(body))
+                        body_share.grow(len(body))
         except BusyError as error:
             raise _Refused(429, str(error), "too_many_requests", closes=True) from None
         except TimeoutError:
             raise _Refused(
                 408, f"the body did not come within {self._client_seconds:g} seconds", "too_slow", closes=True
             ) from None
-        if more or num_read > most:
-            raise _Refused(413, f"the body is larger than {most} bytes", "too_large", closes=True)
+        if has_more or num_read > max_bytes:
+            raise _Refused(413, f"the body is larger than {max_bytes} bytes", "too_large", closes=True)
         return bytes(body)
 
     async def _run(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
         """Run the application until it has answered or its client has disconnected."""
         pending = [{"type": "http.request", "body": body, "more_body": False}]
-        gone = asyncio.Event()
+        client_left = asyncio.Event()
 
         async def receive_again() -> Any:
             if pending:
                 return pending.pop()
-            await gone.wait()
+            await client_left.wait()
             return {"type": "http.disconnect"}
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            gone.set()
+            client_left.set()
 
         work = asyncio.ensure_future(self._app(scope, receive_again, send))
         watching = asyncio.ensure_future(watch())
@@ -245,9 +253,9 @@ class Access:
             await work
 
 
-def _request_id(asked: bytes) -> str:
+def _request_id(client_id: bytes) -> str:
     """Return the id that a client gave its request, or a fresh one."""
-    text = asked.decode("latin-1")
+    text = client_id.decode("latin-1")
     is_id = 0 < len(text) <= _MOST_ID_CHARS and text.isascii() and text.isprintable() and " " not in text
     return text if is_id else uuid.uuid4().hex
 

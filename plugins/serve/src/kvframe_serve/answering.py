@@ -58,7 +58,7 @@ class Answerer(ABC):
             RequestFailedError: It ended with an error.
         """
         caller = CALLER.get()
-        caller.place.grow(question.num_samples)
+        caller.share.grow(question.num_samples)
         generation = Generation(question, caller, self._times)
         await generation.start(self._thread)
         request_id = f"{self.prefix}-{caller.request_id}"
@@ -136,8 +136,8 @@ class Embeddings:
             KVFrameError: The engine refuses a text.
             RequestFailedError: It ended with an error.
         """
-        caller, begun = CALLER.get(), time.perf_counter()
-        caller.place.grow(question.num_samples)
+        caller, start_time = CALLER.get(), time.perf_counter()
+        caller.share.grow(question.num_samples)
         outputs: asyncio.Queue[tuple[int, EmbeddingOutput | EngineEnded]] = asyncio.Queue()
         salt = caller.salt_for(question.cache_salt)
         for index, prompt in enumerate(question.prompts):
@@ -157,7 +157,7 @@ class Embeddings:
                 self._times.failed()
                 raise RequestFailedError(output.error or "the text has no embedding")
             vectors[index] = output.embedding
-        self._times.whole(time.perf_counter() - begun)
+        self._times.whole(time.perf_counter() - start_time)
         count = sum(map(len, question.prompts))
         caller.logged |= {"prompt_tokens": count, **question.logged}
         data = [
@@ -207,21 +207,21 @@ async def _events(
 
 def _usage(question: Question, generation: Generation, caller: Caller) -> dict[str, Any]:
     """Return the counts of tokens, and note them for the log."""
-    prompt, generated = sum(map(len, question.prompts)), generation.num_generated
+    prompt, num_generated = sum(map(len, question.prompts)), generation.num_generated
     if question.only_echo:
-        generated = 0
-    cached = generation.num_cached
+        num_generated = 0
+    num_cached = generation.num_cached
     caller.logged |= {
         "prompt_tokens": prompt,
-        "cached_tokens": cached,
-        "generated_tokens": generated,
+        "cached_tokens": num_cached,
+        "generated_tokens": num_generated,
         **question.logged,
     }
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens": num_generated,
+        "total_tokens": prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 

@@ -137,6 +137,6 @@ def _free_descriptors() -> int:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20), hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    listed = Path("/proc/self/fd")
-    num_open = len(os.listdir(listed)) if listed.is_dir() else 64
+    descriptors = Path("/proc/self/fd")
+    num_open = len(os.listdir(descriptors)) if descriptors.is_dir() else 64
     return max(1, soft - num_open - _SPARE_FILES)

@@ -106,29 +106,29 @@ class EngineThread:
             RequestError: The engine refuses the request.
             EngineError: The server is closing (``closed``).
         """
-        added: Future[str] = Future()
+        id_future: Future[str] = Future()
 
         def job() -> None:
-            if not added.set_running_or_notify_cancel():
+            if not id_future.set_running_or_notify_cancel():
                 return  # The client disconnected before its request was added.
             try:
                 self._check_open()
                 request_id = add_request(self._engine)
             except BaseException as error:  # a plugin may raise anything; the thread serves others
-                added.set_exception(error if isinstance(error, Exception) else _as_error(error))
+                id_future.set_exception(error if isinstance(error, Exception) else _as_error(error))
                 return
             self._receivers[request_id] = _Receiver(receive, num_samples)
-            added.set_result(request_id)
+            id_future.set_result(request_id)
 
         self._jobs.put(job)
-        if not self.is_alive and not added.done():
-            added.cancel()
+        if not self.is_alive and not id_future.done():
+            id_future.cancel()
             self._check_open()
         try:
-            return await asyncio.wrap_future(added)
+            return await asyncio.wrap_future(id_future)
         except asyncio.CancelledError:
-            if not added.cancel() and added.exception() is None:  # The engine has the request already.
-                self.abort(added.result())
+            if not id_future.cancel() and id_future.exception() is None:  # The engine has the request already.
+                self.abort(id_future.result())
             raise
 
     def abort(self, request_id: str) -> None:
@@ -189,10 +189,10 @@ class EngineThread:
 
     def _end_requests(self) -> None:
         """Answer the requests that were added, or are being added, with an error."""
-        ended = EngineEnded(error=self.ended_by or "the server is closing")
+        event = EngineEnded(error=self.ended_by or "the server is closing")
         receivers, self._receivers = self._receivers, {}
         for receiver in receivers.values():
-            self._call(receiver.receive, ended)
+            self._call(receiver.receive, event)
         with contextlib.suppress(queue.Empty):
             while True:
                 job = self._jobs.get_nowait()
@@ -213,7 +213,7 @@ class EngineThread:
             wait = False
 
     def _step(self) -> None:
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             outputs = self._engine.step()
         except BaseException:  # a plugin may raise SystemExit, or KeyboardInterrupt, which no signal raises here
@@ -221,7 +221,7 @@ class EngineThread:
             LOG.exception("a step failed")
             self._note_failed_step()
             return
-        self._note_step(time.perf_counter() - begun)
+        self._note_step(time.perf_counter() - start_time)
         if outputs:
             self._deliver(outputs)
 

@@ -64,7 +64,7 @@ class Generation:
 
         Args:
             question: What is asked for.
-            caller: Who asks: its places are given back when everything is generated.
+            caller: Who asks: its share is given back when everything is generated.
             times: Where the times of tokens are recorded.
         """
         self.num_generated = self.num_cached = 0
@@ -160,7 +160,7 @@ class Generation:
             self._num_running -= 1
             if self._num_running == 0:
                 self._times.whole(now - self._begun)
-                self._caller.place.free()
+                self._caller.share.free()
 
     def _fail(self, error: str) -> None:
         """End with an error; samples that still run are aborted."""
@@ -169,7 +169,7 @@ class Generation:
         self._caller.logged["failed"] = error
         for end in self._caller.on_end:
             end()
-        self._caller.place.free()
+        self._caller.share.free()
         self._ready.set()
 
 

@@ -33,10 +33,10 @@ class TokenTexts:
 
         A token may end within a character: its text then holds a replacement character, and its bytes are exact.
         """
-        found = self._found.get(token_id)
-        if found is None:
-            found = self._found[token_id] = self._read(token_id)
-        return found
+        token_text = self._found.get(token_id)
+        if token_text is None:
+            token_text = self._found[token_id] = self._read(token_id)
+        return token_text
 
     def _read(self, token_id: int) -> tuple[str, bytes]:
         piece = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -64,9 +64,9 @@ def _byte_of_letters() -> dict[str, int]:
     U+0100 on (Radford et al. 2019, https://github.com/openai/gpt-2/blob/master/src/encoder.py).
     """
     alphabet = set(ByteLevel.alphabet())
-    own = [byte for byte in range(256) if chr(byte) in alphabet]
-    others = [byte for byte in range(256) if chr(byte) not in alphabet]
-    return {chr(byte): byte for byte in own} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    own_bytes = [byte for byte in range(256) if chr(byte) in alphabet]
+    other_bytes = [byte for byte in range(256) if chr(byte) not in alphabet]
+    return {chr(byte): byte for byte in own_bytes} | {chr(256 + index): byte for index, byte in enumerate(other_bytes)}
 
 
 def _finite(value: float) -> float:
@@ -127,7 +127,9 @@ class TextLogprobs:
             if self._with_top and value is not None:
                 # Of tokens with one text, the most likely one is reported.
                 likely = (tops[index] if index < len(tops) else None) or {}
-                top = {self._texts.of(other)[0]: _finite(found) for other, found in reversed([*likely.items()])}
+                top = {
+                    self._texts.of(other_id)[0]: _finite(logprob) for other_id, logprob in reversed([*likely.items()])
+                }
                 top[text] = _finite(max(value, top.get(text, value)))
             self._entries.append((text, None if value is None else _finite(value), top, self._offset))
             self._offset += len(text)

@@ -84,24 +84,26 @@ class RequestTimes:
 class EngineMetrics(Collector):
     """Reads an engine's counters whenever they are asked for."""
 
-    def __init__(self, engine: Engine | Embedder, num_taken: Callable[[], int]) -> None:
+    def __init__(self, engine: Engine | Embedder, num_used: Callable[[], int]) -> None:
         """Take the engine.
 
         Args:
             engine: The engine.
-            num_taken: Returns the number of samples that clients wait for.
+            num_used: Returns the number of samples that clients wait for.
         """
         self._engine = engine
-        self._num_taken = num_taken
+        self._num_used = num_used
 
     def collect(self) -> Iterator[Metric]:
         """Yield the present metrics."""
         stats = self._engine.stats()
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"kvframe_{name}", text, value=getattr(stats, name))
-        yield GaugeMetricFamily("kvframe_requests", "Samples that clients wait for.", value=self._num_taken())
+        yield GaugeMetricFamily("kvframe_requests", "Samples that clients wait for.", value=self._num_used())
         yield GaugeMetricFamily("kvframe_requests_running", "Requests in the batch.", value=stats.num_running)
-        yield GaugeMetricFamily("kvframe_requests_waiting", "Requests that wait for a place.", value=stats.num_waiting)
+        yield GaugeMetricFamily(
+            "kvframe_requests_waiting", "Requests that wait to be admitted.", value=stats.num_waiting
+        )
         yield GaugeMetricFamily("kvframe_prefix_hit_rate", "Share of prompt tokens found.", value=stats.prefix_hit_rate)
         yield GaugeMetricFamily("kvframe_cache_bytes", "Bytes of the KV cache.", value=stats.cache_bytes)
         yield from self._of_groups(stats)
@@ -111,17 +113,19 @@ class EngineMetrics(Collector):
         labels = ["group", "kind"]
         blocks = GaugeMetricFamily("kvframe_blocks_held", "Blocks of requests and pins.", labels=labels)
         pool = GaugeMetricFamily("kvframe_pool_bytes_held", "Bytes of the pool in these blocks.", labels=labels)
-        evicted = CounterMetricFamily("kvframe_blocks_evicted", "Cached blocks that were evicted.", labels=labels)
-        moved = CounterMetricFamily("kvframe_blocks_moved", "Blocks that were kept of prompts.", labels=labels)
-        counted = {
+        evicted_counter = CounterMetricFamily(
+            "kvframe_blocks_evicted", "Cached blocks that were evicted.", labels=labels
+        )
+        moved_counter = CounterMetricFamily("kvframe_blocks_moved", "Blocks that were kept of prompts.", labels=labels)
+        counters = {
             name: CounterMetricFamily(f"kvframe_lookup_{name}", text, labels=labels) for name, text in _LOOKUPS.items()
         }
         for index, group in enumerate(self._engine.plan.groups):
             values = [str(index), group.spec.kind]
             blocks.add_metric(values, stats.blocks_held[index])
             pool.add_metric(values, stats.blocks_held[index] * group.page_bytes)
-            evicted.add_metric(values, stats.blocks_evicted[index])
-            moved.add_metric(values, stats.blocks_moved[index])
-            for name, family in counted.items():
+            evicted_counter.add_metric(values, stats.blocks_evicted[index])
+            moved_counter.add_metric(values, stats.blocks_moved[index])
+            for name, family in counters.items():
                 family.add_metric(values, getattr(stats.lookups[index], name))
-        yield from (blocks, pool, evicted, moved, *counted.values())
+        yield from (blocks, pool, evicted_counter, moved_counter, *counters.values())

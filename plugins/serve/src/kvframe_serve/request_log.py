@@ -42,10 +42,10 @@ class FloodFilter(logging.Filter):
         """Return whether a line is written."""
         second = int(self._clock())
         if second != self._second:
-            cut = sum(max(0, count - self._most_lines) for count in self._counts.values())
+            num_cut_lines = sum(max(0, count - self._most_lines) for count in self._counts.values())
             self._second, self._counts = second, {}
-            if cut:
-                record.msg = f"({cut} lines like others were left out) {record.msg}"
+            if num_cut_lines:
+                record.msg = f"({num_cut_lines} lines like others were left out) {record.msg}"
         key = str(record.msg)
         self._counts[key] = self._counts.get(key, 0) + 1
         return self._counts[key] <= self._most_lines

@@ -17,7 +17,7 @@ from kvframe.contract import EngineError, ModelError, RequestError, shown
 from kvframe_serve.access import CALLER, error_body
 from kvframe_serve.answering import Answerer, Embeddings
 from kvframe_serve.generation import RequestFailedError
-from kvframe_serve.places import BusyError
+from kvframe_serve.quotas import BusyError
 from kvframe_serve.reading import bodies
 from kvframe_serve.reading.process import Readers
 from kvframe_serve.reading.reader import UNKNOWN_MODEL
@@ -70,14 +70,14 @@ def make_application(serving: Serving) -> FastAPI:
 
 def _describe(app: FastAPI) -> None:
     """Let the description of the interface (``/openapi.json``) hold the types of bodies too."""
-    written = app.openapi
+    write_openapi = app.openapi
 
     def openapi() -> dict[str, Any]:
         if not app.openapi_schema:
-            schemas = written().setdefault("components", {}).setdefault("schemas", {})
+            schemas = write_openapi().setdefault("components", {}).setdefault("schemas", {})
             for kind in (bodies.CompletionBody, bodies.ChatBody, bodies.EmbeddingBody, bodies.TokenizeBody):
                 schemas |= kind.model_json_schema(ref_template=_REFERENCE).get("$defs", {})
-        return written()
+        return write_openapi()
 
     app.openapi = openapi  # type: ignore[method-assign]
 

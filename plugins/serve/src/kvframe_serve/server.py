@@ -26,7 +26,7 @@ from kvframe_serve.engine_thread import STEP_SECONDS, EngineThread
 from kvframe_serve.limits import Limits, read_limits
 from kvframe_serve.logprobs import TokenTexts
 from kvframe_serve.metrics import EngineMetrics, RequestTimes
-from kvframe_serve.places import Places
+from kvframe_serve.quotas import Quota
 from kvframe_serve.reading.chat import template_of
 from kvframe_serve.reading.process import Readers
 from kvframe_serve.reading.question import ServedModel
@@ -104,10 +104,10 @@ class Server:
         """Connect the parts."""
         limits = self._limits
         per_key = limits.max_requests_per_key or (limits.max_requests // 2 if keys else limits.max_requests)
-        self._places = Places("samples", max_total=limits.max_requests, max_per_key=max(1, per_key))
+        self._quota = Quota("samples", max_total=limits.max_requests, max_per_key=max(1, per_key))
         self._connections = Connections(max_connections=limits.max_connections, client_seconds=limits.client_seconds)
         registry = CollectorRegistry()
-        registry.register(EngineMetrics(self.engine, lambda: self._places.num_taken))
+        registry.register(EngineMetrics(self.engine, lambda: self._quota.num_used))
         self._times = RequestTimes(registry)
         self._serving = Serving(
             name=self._served.name,
@@ -121,7 +121,7 @@ class Server:
         )
         self.app: Any = Access(
             make_application(self._serving),
-            self._places,
+            self._quota,
             keys=keys,
             max_body_bytes=limits.max_body_bytes,
             client_seconds=limits.client_seconds,
@@ -143,28 +143,28 @@ class Server:
         thread = self._thread
         if thread is None or not thread.is_alive:
             return self.ended_by or "the server is closing"
-        seconds, most = thread.step_seconds, self.engine.stack.engine.max_step_seconds
-        return f"a step has been running for {seconds:.0f} seconds" if seconds > most else ""
+        seconds, max_seconds = thread.step_seconds, self.engine.stack.engine.max_step_seconds
+        return f"a step has been running for {seconds:.0f} seconds" if seconds > max_seconds else ""
 
     def describe(self) -> Mapping[str, str]:
         """Return what is served, and how: what a start prints."""
-        engine, served = self.engine, self._served
+        engine, served_model = self.engine, self._served
         backends = sorted({choice.backend for choice in engine.choices})
-        concurrency = engine.plan.max_concurrency(served.max_model_len) if engine.plan.groups else None
-        defaults = {name: value for name, value in served.defaults.items() if name != "max_new_tokens"}
+        concurrency = engine.plan.max_concurrency(served_model.max_model_len) if engine.plan.groups else None
+        defaults = {name: value for name, value in served_model.defaults.items() if name != "max_new_tokens"}
         lines = {
-            "model": f"{served.name}, to {'generate' if served.generates else 'embed'}",
+            "model": f"{served_model.name}, to {'generate' if served_model.generates else 'embed'}",
             "runs on": f"{engine.stack.model.device}, {engine.stack.model.dtype}",
             "backends": ", ".join(backends) or "none",
             "cache": f"{engine.plan.total_bytes / (1 << 20):,.0f} MiB",
-            "concurrency": f"{concurrency} requests of {served.max_model_len:,} tokens"
+            "concurrency": f"{concurrency} requests of {served_model.max_model_len:,} tokens"
             if concurrency
             else "not limited",
             "keys": "accepted ones only" if self._has_keys else "none: every caller is served",
         }
-        if served.generates:
-            named = ", ".join(f"{name} {shown(value, 60)}" for name, value in defaults.items())
-            lines["sampling"] = f"{named or 'greedy'} unless a request says otherwise (generation_config.json)"
+        if served_model.generates:
+            defaults_text = ", ".join(f"{name} {shown(value, 60)}" for name, value in defaults.items())
+            lines["sampling"] = f"{defaults_text or 'greedy'} unless a request says otherwise (generation_config.json)"
         return lines
 
     async def run(self, listener: socket.socket, *, grace: float = 5.0) -> None:
@@ -295,8 +295,10 @@ def _load_tokenizer(path: Path) -> Any:
 
 def _special_tokens(tokenizer: Any) -> frozenset[str]:
     """Return the texts of all special tokens, those that have no name in the tokenizer's config too."""
-    added = (token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special)
-    return frozenset((*tokenizer.all_special_tokens, *added))
+    special_texts = (
+        token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special
+    )
+    return frozenset((*tokenizer.all_special_tokens, *special_texts))
 
 
 def _served_model(path: Path, name: str, engine: Engine | Embedder, limits: Limits, task: Task) -> ServedModel:

@@ -206,19 +206,21 @@ def _types(schema: Any, key: str) -> set[str]:
         return set()
     choices = [parameter]
     for name in ("anyOf", "oneOf"):
-        of_name = parameter.get(name)
-        choices += [choice for choice in of_name if isinstance(choice, Mapping)] if isinstance(of_name, list) else []
+        name_type = parameter.get(name)
+        choices += (
+            [choice for choice in name_type if isinstance(choice, Mapping)] if isinstance(name_type, list) else []
+        )
     types: set[str] = set()
     for choice in choices:
-        of_choice = choice.get("type")
-        of_choices = of_choice if isinstance(of_choice, list) else [of_choice]
-        types.update(name for name in of_choices if isinstance(name, str))
+        choice_type = choice.get("type")
+        choice_types = choice_type if isinstance(choice_type, list) else [choice_type]
+        types.update(name for name in choice_types if isinstance(name, str))
     return types
 
 
 def _as_json(text: str, types: set[str]) -> str:
-    stripped = text.strip()
-    value = _WRITTEN_BY_PYTHON.get(stripped, stripped)
+    content = text.strip()
+    value = _WRITTEN_BY_PYTHON.get(content, content)
     is_null = value == "null" and "null" in types
     if "string" not in types or is_null:
         try:

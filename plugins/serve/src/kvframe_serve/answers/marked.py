@@ -138,13 +138,13 @@ class _MarkSets:
     def __init__(self, form: MarkedFormat, special: frozenset[str], has_tools: bool) -> None:
         calls = {call.open: call for call in form.calls} if has_tools else {}
         layout = form.layout if has_tools else ()
-        dropped = special.difference(form.marks).union(form.dropped)
+        dropped_marks = special.difference(form.marks).union(form.dropped)
         ending = [mark for mark, call in calls.items() if call.ends_reasoning]
-        self.dropped_texts = dropped
-        self.dropped = Marks(dropped)
-        self.content = Marks(dropped.union(calls, layout, form.opens))
-        self.reasoning = Marks(dropped.union(ending, layout, form.opens, form.ends))
-        self.calls = {mark: _CallSyntax(call, dropped.union(calls)) for mark, call in calls.items()}
+        self.dropped_texts = dropped_marks
+        self.dropped = Marks(dropped_marks)
+        self.content = Marks(dropped_marks.union(calls, layout, form.opens))
+        self.reasoning = Marks(dropped_marks.union(ending, layout, form.opens, form.ends))
+        self.calls = {mark: _CallSyntax(call, dropped_marks.union(calls)) for mark, call in calls.items()}
 
 
 class _MarkedParser(AnswerParser):
@@ -299,9 +299,9 @@ class _MarkedParser(AnswerParser):
 class _CallSyntax:
     """How a call is marked, and which other marks are no part of it."""
 
-    def __init__(self, form: CallMarks, others: frozenset[str]) -> None:
+    def __init__(self, form: CallMarks, other_marks: frozenset[str]) -> None:
         self.form = form
-        self.others = others - form.marks.difference((form.open,)) - _BRACKETS
+        self.others = other_marks - form.marks.difference((form.open,)) - _BRACKETS
         self.outside_quotes = Marks(form.marks | self.others)
 
 
@@ -331,8 +331,8 @@ class _OpenCall:
             if character.isspace():
                 continue
             begin = f"{self._begin}{character}"
-            place = bisect_left(self._begins, begin)
-            following = self._begins[place] if place < len(self._begins) else ""
+            index = bisect_left(self._begins, begin)
+            following = self._begins[index] if index < len(self._begins) else ""
             if begin == following:
                 self._begin = None
                 break

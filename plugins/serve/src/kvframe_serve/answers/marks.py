@@ -12,9 +12,9 @@ class Marks:
 
     def __init__(self, texts: Iterable[str]) -> None:
         """Prepare to find the marks ``texts``."""
-        ordered = sorted(filter(None, texts), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
-        self._beginnings = {text[:length] for text in ordered for length in range(1, len(text))}
+        sorted_texts = sorted(filter(None, texts), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, sorted_texts)) or r"(?!)")
+        self._beginnings = {text[:length] for text in sorted_texts for length in range(1, len(text))}
         self._longest_beginning = max(map(len, self._beginnings), default=0)
 
     def find(self, text: str, start: int, is_whole: bool) -> tuple[int, str]:

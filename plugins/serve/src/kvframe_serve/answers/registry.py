@@ -18,23 +18,23 @@ _OWN_PACKAGE = "kvframe-serve"
 _log = logging.getLogger("kvframe")
 
 
-def find_format(template: str, named: str | None = None) -> AnswerFormat | None:
+def find_format(template: str, format_name: str | None = None) -> AnswerFormat | None:
     """Return the format of answers to a chat template; None if no installed format matches it.
 
     Args:
         template: The text of the checkpoint's chat template.
-        named: The name that the stack gives. It is used whether it matches or not.
+        format_name: The name that the stack gives. It is used whether it matches or not.
 
     Raises:
-        UnknownNameError: No format has the name ``named``.
-        PluginError: The format with the name ``named`` cannot be imported.
+        UnknownNameError: No format has the name ``format_name``.
+        PluginError: The format with the name ``format_name`` cannot be imported.
         StackError: Several formats match the template.
     """
     claims = _claims()
-    if named is not None:
-        if named not in claims:
-            raise UnknownNameError("format of answers", named, claims)
-        return _load(claims[named])
+    if format_name is not None:
+        if format_name not in claims:
+            raise UnknownNameError("format of answers", format_name, claims)
+        return _load(claims[format_name])
     matching = {}
     for name, claim in claims.items():
         try:
@@ -75,8 +75,8 @@ def _owner(entry: EntryPoint) -> str:
 
 
 def _load(entry: EntryPoint) -> AnswerFormat:
-    what = f"the format of answers {entry.name!r} of {_owner(entry)}"
-    form = call(f"importing {what}", entry.load)
+    label = f"the format of answers {entry.name!r} of {_owner(entry)}"
+    form = call(f"importing {label}", entry.load)
     if not isinstance(form, AnswerFormat):
-        raise PluginError(f"{what} is no AnswerFormat: {entry.value!r} must be an object of a class of it")
+        raise PluginError(f"{label} is no AnswerFormat: {entry.value!r} must be an object of a class of it")
     return form

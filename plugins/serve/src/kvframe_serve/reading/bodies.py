@@ -52,12 +52,12 @@ def _is_options(value: Any) -> bool:
     )
 
 
-def _type(accepts: Callable[[Any], bool], expected: str, *schemas: dict[str, Any]) -> Any:
+def _type(accepts: Callable[[Any], bool], expected_type: str, *schemas: dict[str, Any]) -> Any:
     """Return a type for values of several JSON types: pydantic's own unions give an error for each of their types."""
 
     def check(value: Any) -> Any:
         if not accepts(value):
-            raise PydanticCustomError("unexpected", "must be {expected}", {"expected": expected})
+            raise PydanticCustomError("unexpected", "must be {expected}", {"expected": expected_type})
         return value
 
     return Annotated[Any, AfterValidator(check), WithJsonSchema({"anyOf": list(schemas)})]

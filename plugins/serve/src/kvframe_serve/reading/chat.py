@@ -56,8 +56,8 @@ class ChatWriter:
         if not messages:
             raise RequestError("messages must hold at least one message", code="empty_prompt")
         options = dict(options or {})
-        if taken := sorted(_OWN_NAMES & set(options)):
-            raise RequestError(f"chat_template_kwargs may not set {taken[0]!r}", code="bad_params")
+        if taken_names := sorted(_OWN_NAMES & set(options)):
+            raise RequestError(f"chat_template_kwargs may not set {taken_names[0]!r}", code="bad_params")
         for name in [*(["tools"] if tools else []), *options]:
             if name not in self._variables:
                 raise RequestError(f"the model's chat template does not read {name!r}; leave it out", code="bad_params")

@@ -22,8 +22,8 @@ class Fields(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _check_served(cls, value: Any, info: ValidationInfo) -> Any:
-        accepted = accepted_values(cls, str(info.field_name))
-        if accepted is None or any(map(partial(_is_same, value), accepted)):
+        values = accepted_values(cls, str(info.field_name))
+        if values is None or any(map(partial(_is_same, value), values)):
             return value
         raise PydanticCustomError(NOT_SERVED, "is not served")
 
@@ -58,8 +58,8 @@ def accepted_values(kind: type[BaseModel], name: str) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
+def _is_same(value: Any, other_value: Any) -> bool:
+    return value == other_value and isinstance(value, bool) == isinstance(other_value, bool)
 
 
 def read_fields(kind: type[FieldsT], body: bytes) -> FieldsT:
@@ -76,17 +76,17 @@ def read_fields(kind: type[FieldsT], body: bytes) -> FieldsT:
 
 def _refusal(kind: type[Fields], error: ErrorDetails) -> RequestError:
     """Return the error for the first thing that is wrong, in one sentence."""
-    what, value = error["type"], error["input"]
+    error_type, value = error["type"], error["input"]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
-    if what in ("json_invalid", "json_type") or not path:
-        why = f": {error['msg']}" if what == "json_invalid" else ""
+    if error_type in ("json_invalid", "json_type") or not path:
+        why = f": {error['msg']}" if error_type == "json_invalid" else ""
         return RequestError(f"the body must be a JSON object{why}", code="bad_body")
-    if what == "extra_forbidden":
-        known = f"; known are {', '.join(sorted(kind.model_fields))}" if len(error["loc"]) == 1 else ""
-        return RequestError(f"the field {path!r} is unknown{known}", code="bad_params")
-    if what == NOT_SERVED:
+    if error_type == "extra_forbidden":
+        known_text = f"; known are {', '.join(sorted(kind.model_fields))}" if len(error["loc"]) == 1 else ""
+        return RequestError(f"the field {path!r} is unknown{known_text}", code="bad_params")
+    if error_type == NOT_SERVED:
         return RequestError(f"{path} = {shown(value)} is not served; leave it out", code="bad_params")
-    if what == "missing":
+    if error_type == "missing":
         return RequestError(f"{path} is missing", code="bad_params")
-    said = error["msg"].replace("Input should be", "must be")
-    return RequestError(f"{path} {said}, not {shown(value)}", code="bad_params")
+    message = error["msg"].replace("Input should be", "must be")
+    return RequestError(f"{path} {message}, not {shown(value)}", code="bad_params")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvframe.contract import EngineError, ModelError, RequestError
-from kvframe_serve.places import BusyError
+from kvframe_serve.quotas import BusyError
 from kvframe_serve.reading.question import ServedModel
 from kvframe_serve.request_log import LOG
 
@@ -208,10 +208,10 @@ class _Lane:
         theirs.close()
         if self._is_closed:
             self._process.kill()
-        kind, *said = self._receive(_START_SECONDS) or ("failed", "its process ended, or did not start in time")
+        kind, *details = self._receive(_START_SECONDS) or ("failed", "its process ended, or did not start in time")
         if kind != "ready":
             self._end_process()
-            raise ModelError(f"{self._served.path} has no tokenizer, which a server needs: {said[0]}")
+            raise ModelError(f"{self._served.path} has no tokenizer, which a server needs: {details[0]}")
 
     def _ask(self, job: _Job) -> Any:
         if self._is_closed:
@@ -228,13 +228,13 @@ class _Lane:
             limit = f"{self._max_seconds:g} seconds" if is_alive else f"{self._max_memory_mb} MB of memory"
             LOG.warning("a body of %d bytes could not be read within %s", len(job.body), limit)
             raise RequestError(f"reading the body takes more than {limit}; send less", code="too_slow_to_read")
-        kind, *said = answer
+        kind, *details = answer
         if kind == "refused":
-            raise RequestError(said[0], code=said[1])
+            raise RequestError(details[0], code=details[1])
         if kind == "failed":
-            LOG.error("a body of %d bytes could not be read: %s", len(job.body), said[0])
-            raise EngineError(f"the body could not be read: {said[0]}", code="failed")
-        return said[0]
+            LOG.error("a body of %d bytes could not be read: %s", len(job.body), details[0])
+            raise EngineError(f"the body could not be read: {details[0]}", code="failed")
+        return details[0]
 
     def _restart(self) -> None:
         try:
@@ -307,5 +307,5 @@ def _limit_memory(megabytes: int) -> None:
 
         if sys.platform == "linux":
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-            most = pages * resource.getpagesize() + megabytes * _MEGABYTE
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            max_bytes = pages * resource.getpagesize() + megabytes * _MEGABYTE
+            resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))

@@ -162,9 +162,9 @@ class Reader:
         if (fields.prompt is None) == (fields.messages is None):
             raise RequestError("give a prompt or messages, one of them", code="bad_params")
         if fields.messages is None:
-            given = [name for name in ("tools", "chat_template_kwargs") if getattr(fields, name) is not None]
-            if given:
-                raise RequestError(f"{given[0]} is for messages", code="bad_params")
+            field_names = [name for name in ("tools", "chat_template_kwargs") if getattr(fields, name) is not None]
+            if field_names:
+                raise RequestError(f"{field_names[0]} is for messages", code="bad_params")
             tokens = self._tokens(fields.prompt or "", fields.add_special_tokens is not False)
         elif fields.add_special_tokens is not None:
             raise RequestError("add_special_tokens is for a prompt: a chat template writes its own", code="bad_params")
@@ -232,11 +232,11 @@ class Reader:
             raise RequestError(f"{shown(wrong)} is not a token id", code="bad_token") from None
 
     def _check_count(self, num_samples: int) -> None:
-        most = self._served.max_samples
-        if not 1 <= num_samples <= most:
+        max_samples = self._served.max_samples
+        if not 1 <= num_samples <= max_samples:
             raise RequestError(
-                f"a request has 1 to {most} prompts and samples of them, and this one has {num_samples}; send several "
-                "requests",
+                f"a request has 1 to {max_samples} prompts and samples of them, and this one has {num_samples}; send "
+                "several requests",
                 code="bad_params",
             )
 
@@ -257,7 +257,7 @@ class Reader:
             logprobs: Which log-probabilities it asks for.
             default_length: The most generated tokens without a length; None for what the context leaves.
         """
-        served = self._served
+        limits = self._served
         names = {name: value for name in _SAMPLING if (value := getattr(fields, name)) is not None}
         if fields.top_k is not None:
             names["top_k"] = max(fields.top_k, 0) if fields.top_k >= -1 else fields.top_k
@@ -266,34 +266,34 @@ class Reader:
         if fields.logit_bias is not None:
             names["logit_bias"] = _by_token(fields.logit_bias)
         longest = max(map(len, prompts), default=0)
-        left = served.max_model_len - longest
+        num_left = limits.max_model_len - longest
         if length is None:
-            default = served.defaults.get("max_new_tokens", default_length)
-            fitting = min(left, served.most_tokens - longest)
-            names["max_new_tokens"] = max(1, min(fitting, served.max_new_tokens, default or fitting))
+            default = limits.defaults.get("max_new_tokens", default_length)
+            fitting = min(num_left, limits.most_tokens - longest)
+            names["max_new_tokens"] = max(1, min(fitting, limits.max_new_tokens, default or fitting))
         else:
             names["max_new_tokens"] = length
-        if (form := fields.response_format) is not None and (guided := _guided_by(form)):
-            names["processors"] = {"guided": guided}
+        if (form := fields.response_format) is not None and (processor := _guided_by(form)):
+            names["processors"] = {"guided": processor}
         if fields.skip_special_tokens is False:
             names["special_tokens"] = True
         try:
-            params = SamplingParams(**{**served.defaults, **names, **logprobs})
+            params = SamplingParams(**{**limits.defaults, **names, **logprobs})
         except RequestError as error:
             # The client knows its own fields, not the engine's.
-            said = str(error).replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens")
+            message = str(error).replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens")
             if "prompt_logprobs" in logprobs:
-                said = said.replace("top_logprobs", "logprobs")
-            raise RequestError(said, code=error.code) from error
-        if params.max_new_tokens > served.max_new_tokens:
+                message = message.replace("top_logprobs", "logprobs")
+            raise RequestError(message, code=error.code) from error
+        if params.max_new_tokens > limits.max_new_tokens:
             raise RequestError(
-                f"max_tokens = {params.max_new_tokens} is more than this server generates, {served.max_new_tokens}",
+                f"max_tokens = {params.max_new_tokens} is more than this server generates, {limits.max_new_tokens}",
                 code="bad_params",
             )
-        if length is not None and 0 < left < length:
+        if length is not None and 0 < num_left < length:
             raise RequestError(
                 f"the prompt has {longest} tokens and max_tokens is {length}, but the model's context has "
-                f"{served.max_model_len}; ask for at most {left} tokens",
+                f"{limits.max_model_len}; ask for at most {num_left} tokens",
                 code="too_many_tokens",
             )
         self._check_count(len(prompts) * params.n)

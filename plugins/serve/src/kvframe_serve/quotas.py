@@ -1,4 +1,4 @@
-"""Places for samples and for bytes of bodies: how many there are at once, of all clients and of one key."""
+"""Quotas of samples and of bytes of bodies: how many all clients, and one key, may use at once."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from kvframe.contract import KVFrameError
 
 
 class BusyError(KVFrameError):
-    """There are too few free places for a request."""
+    """A quota has too little left for a request."""
 
 
-class Places:
-    """Counts what requests hold.
+class Quota:
+    """Counts what requests use.
 
-    Invariant: at most ``max_total`` are taken, and at most ``max_per_key`` by one key.
+    Invariant: at most ``max_total`` are in use, and at most ``max_per_key`` by one key.
 
     Attributes:
-        num_taken: The places that are taken.
+        num_used: How many are in use.
     """
 
     def __init__(self, unit: str, *, max_total: int, max_per_key: int) -> None:
-        """Start with all places free; ``unit`` says in errors what they are for."""
-        self.num_taken = 0
+        """Start with nothing in use; ``unit`` says in errors what is counted."""
+        self.num_used = 0
         self._unit = unit
         self._max_total = max_total
         self._max_per_key = min(max_per_key, max_total)
         self._of_keys: Counter[str] = Counter()
 
     def add(self, key: str, count: int) -> None:
-        """Take places for a key; nothing is taken if there are too few.
+        """Count more for a key; nothing is counted if there are too few.
 
         Raises:
             BusyError: There are too few.
@@ -39,47 +39,47 @@ class Places:
                 f"{self._of_keys[key]:,} of the {self._max_per_key:,} {self._unit} that one key may have at once are "
                 f"in use, and this request has {count:,} more; try again later"
             )
-        if self.num_taken + count > self._max_total:
+        if self.num_used + count > self._max_total:
             raise BusyError(
-                f"{self.num_taken:,} of {self._max_total:,} {self._unit} are in use, and this request has {count:,} "
+                f"{self.num_used:,} of {self._max_total:,} {self._unit} are in use, and this request has {count:,} "
                 "more; try again later"
             )
-        self.num_taken += count
+        self.num_used += count
         self._of_keys[key] += count
 
     def remove(self, key: str, count: int) -> None:
-        """Give places of a key back."""
-        self.num_taken -= count
+        """Count less for a key."""
+        self.num_used -= count
         self._of_keys[key] -= count
         if not self._of_keys[key]:
             del self._of_keys[key]
 
 
-class Place:
-    """The places of one request."""
+class Share:
+    """What one request uses of a quota."""
 
-    def __init__(self, places: Places, key: str) -> None:
-        """Start without a place."""
-        self._places = places
+    def __init__(self, quota: Quota, key: str) -> None:
+        """Start with nothing."""
+        self._quota = quota
         self._key = key
         self._count = 0
 
     def grow(self, count: int) -> None:
-        """Take further places until there are ``count``.
+        """Use more, until it is ``count``.
 
         Raises:
-            BusyError: There are too few. All places are given back: no other request is refused for one that is.
+            BusyError: There are too few. Everything is given back: no other request is refused for one that is.
         """
         if count > self._count:
             try:
-                self._places.add(self._key, count - self._count)
+                self._quota.add(self._key, count - self._count)
             except BusyError:
                 self.free()
                 raise
             self._count = count
 
     def free(self) -> None:
-        """Give all places back. It may be called twice."""
+        """Give everything back. It may be called twice."""
         count, self._count = self._count, 0
         if count:
-            self._places.remove(self._key, count)
+            self._quota.remove(self._key, count)
