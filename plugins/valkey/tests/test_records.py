@@ -150,6 +150,8 @@ def test_a_record_of_another_size_is_none(content: bytes, store: OpenPageStore, 
     with server.client() as client:
         client.set(PREFIX + keys[0], content)
     assert [None, b"next"] == read(store, keys, [4, 4])
+    # It is removed, so that an engine writes the record again.
+    assert [False, True] == store.find(keys)
 
 
 def test_of_a_value_that_is_too_long_one_byte_more_than_the_record_is_sent(
@@ -184,9 +186,12 @@ def test_a_value_of_another_type_is_none_and_is_replaced(store: OpenPageStore, s
     write(store, keys[3:], [b"page"])
     assert [False, False, False, True] == store.find(keys)
     assert [None, None, None, b"page"] == read(store, keys, [4] * 4)
+    with server.client() as client:
+        assert [PREFIX + keys[3]] == client.keys()
+        client.rpush(PREFIX + keys[0], "a")
     assert 2 == write(store, keys[:2], [b"one.", b"two."])
-    store.forget(keys[2:])
-    assert [True, True, False, False] == store.find(keys)
+    store.forget(keys[1:])
+    assert [True, False, False, False] == store.find(keys)
 
 
 # --- many keys --------------------------------------------------------------------------------------------------------

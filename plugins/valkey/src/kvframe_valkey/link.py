@@ -15,7 +15,7 @@ Command: TypeAlias = tuple["str | bytes | int | memoryview", ...]
 Reply: TypeAlias = "int | bytes | ResponseError | None"
 """What a server answers to one command; an error belongs to that command only."""
 
-READ_BYTES = 2**20
+READ_BYTES = 2**18
 """The most bytes that are taken from the socket at once."""
 
 

@@ -44,8 +44,9 @@ class OpenValkeyStore(OpenPageStore):
         return [isinstance(length, int) and length > 0 for length in lengths]
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Sequence[bool]:
-        """Copy records to buffers, and let those that the server has live longer."""
-        are_read: list[bool] = []
+        """Copy records to buffers, let them live longer, and remove values of other sizes and types."""
+        are_read = [False] * len(keys)
+        wrong: list[bytes] = []
         for batch in batches([buffer.nbytes for buffer in buffers]):
             commands: list[Command] = []
             for index in batch:
@@ -53,12 +54,14 @@ class OpenValkeyStore(OpenPageStore):
                 commands.append(("GETRANGE", self._prefix + keys[index], 0, buffers[index].nbytes))
                 commands.append(("EXPIRE", self._prefix + keys[index], self._expiry))
             replies = [self._value(reply) for reply in self._link.call(commands)]
-            for index, record in zip(batch, replies[::2], strict=True):
-                if isinstance(record, bytes) and 0 < len(record) == buffers[index].nbytes:
-                    buffers[index].cast("B")[:] = record
-                    are_read.append(True)
-                else:
-                    are_read.append(False)
+            for index, value, exists in zip(batch, replies[::2], replies[1::2], strict=True):
+                if isinstance(value, bytes) and 0 < len(value) == buffers[index].nbytes:
+                    buffers[index].cast("B")[:] = value
+                    are_read[index] = True
+                elif exists:
+                    wrong.append(keys[index])
+        # Otherwise an engine that finds them would not write the records.
+        self.forget(wrong)
         return are_read
 
     def write(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> int:
