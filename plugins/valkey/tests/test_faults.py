@@ -148,6 +148,22 @@ def test_a_server_that_pauses_its_clients_ends_a_call_within_the_timeout(name: s
         answer_of_a_busy_machine(lambda: CALLS[name](store))
 
 
+def test_a_call_that_is_interrupted_leaves_no_reply_for_the_next_one(
+    store: OpenPageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(store, b"page")
+    connection = store._link._connection  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+
+        def interrupt(**options: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(connection, "read_response", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.find([OTHER])
+    assert b"page" == read(store, 4)
+
+
 # --- a network between the store and the server -----------------------------------------------------------------------
 
 
