@@ -36,12 +36,6 @@ def _is_text_or_none(store: object, attribute: attrs.Attribute[str | None], valu
         raise ValueError(f"{attribute.name} must be a text, not {shown(value)}")
 
 
-def _is_file_or_none(store: object, attribute: attrs.Attribute[str | None], value: object) -> None:
-    _is_text_or_none(store, attribute, value)
-    if value is not None and (not os.access(str(value), os.R_OK) or Path(str(value)).is_dir()):
-        raise ValueError(f"{attribute.name}: {shown(value)} is no file that can be read here")
-
-
 def _hide_password(url: object) -> str:
     try:
         return repr(str(parse_address(url)))
@@ -72,12 +66,12 @@ class ValkeyStore(PageStore):
     url: str = attrs.field(repr=_hide_password)
     user: str | None = attrs.field(default=None, validator=_is_text_or_none)
     password_variable: str | None = attrs.field(default=None, validator=_is_text_or_none)
-    password_file: str | None = attrs.field(default=None, validator=_is_file_or_none)
+    password_file: str | None = attrs.field(default=None, validator=_is_text_or_none)
     expiry: int = attrs.field(default=24 * 60 * 60, validator=_is_expiry)
     timeout: float = attrs.field(default=1.0, validator=_is_timeout)
-    tls_ca_file: str | None = attrs.field(default=None, validator=_is_file_or_none)
-    tls_certificate_file: str | None = attrs.field(default=None, validator=_is_file_or_none)
-    tls_key_file: str | None = attrs.field(default=None, validator=_is_file_or_none)
+    tls_ca_file: str | None = attrs.field(default=None, validator=_is_text_or_none)
+    tls_certificate_file: str | None = attrs.field(default=None, validator=_is_text_or_none)
+    tls_key_file: str | None = attrs.field(default=None, validator=_is_text_or_none)
 
     def __attrs_post_init__(self) -> None:
         address = parse_address(self.url)
@@ -86,8 +80,6 @@ class ValkeyStore(PageStore):
         passwords = [address.password, self.password_variable, self.password_file]
         if sum(each is not None for each in passwords) > 1:
             raise ValueError("the password must be in one of the url, password_variable and password_file")
-        if self.password_variable is not None and not os.environ.get(self.password_variable):
-            raise ValueError(f"password_variable: the environment has no {shown(self.password_variable)}")
         tls_files = [self.tls_ca_file, self.tls_certificate_file, self.tls_key_file]
         if any(tls_files) and not address.has_tls:
             raise ValueError("files for TLS need a url that begins with valkeys:// or rediss://")
@@ -95,7 +87,10 @@ class ValkeyStore(PageStore):
             raise ValueError("tls_key_file needs tls_certificate_file")
 
     def open(self, origin: str) -> OpenPageStore:
-        """Connect, and check that the server answers."""
+        """Read the password, connect, and check that the server answers.
+
+        Files and the environment are read here: a stack may be checked on another machine, and files may change.
+        """
         address = parse_address(self.url)
         link = Link(partial(_make_connection, self, address), str(address), self.timeout)
         store = OpenValkeyStore(link, origin, self.expiry)
@@ -116,6 +111,10 @@ def _make_connection(store: ValkeyStore, address: Address, **options: Any) -> Co
     options |= {"host": address.host, "port": address.port, "socket_keepalive": True}
     if not address.has_tls:
         return valkey.Connection(**options)
+    for name in ("tls_ca_file", "tls_certificate_file", "tls_key_file"):
+        file = getattr(store, name)
+        if file is not None and not os.access(file, os.R_OK):
+            raise ServerError(f"{address}: {name} {shown(file)} is no file that can be read here")
     return valkey.SSLConnection(
         ssl_ca_certs=store.tls_ca_file,
         ssl_certfile=store.tls_certificate_file,
@@ -127,7 +126,10 @@ def _make_connection(store: ValkeyStore, address: Address, **options: Any) -> Co
 
 def _read_password(store: ValkeyStore, address: Address) -> str | None:
     if store.password_variable is not None:
-        return os.environ.get(store.password_variable)
+        password = os.environ.get(store.password_variable)
+        if not password:
+            raise ServerError(f"{address}: password_variable: the environment has no {shown(store.password_variable)}")
+        return password
     if store.password_file is None:
         return address.password
     try:
