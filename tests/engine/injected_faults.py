@@ -61,7 +61,7 @@ class Faults:
         self._is_poisoning = False
         parts: Any = engine
         for group in parts._runner._layers.groups:
-            group.backend.forward = self._before(group.backend.forward, "backend", "interrupt")
+            group.backend.attend = self._before(group.backend.attend, "backend", "interrupt")
             group.backend.write_kv = self._spoiling_state(group.backend.write_kv)
         parts._runner.forward = self._spoiling_logits(parts._runner.forward)
         parts._manager.extend_rows = self._before(parts._manager.extend_rows, "books")
