@@ -1,8 +1,9 @@
 """The conformance kit: whether a cache spec keeps the laws, and whether a backend computes attention.
 
 ``laws`` checks a spec. ``grid`` makes a backend's cases from its declared capabilities, alone and after wrapper chains,
-with the ``batches``. ``conformance`` runs a case and compares it with ``reference``. ``staging`` counts the copies of a
-step to the device. ``runs`` makes steps of several layers at the sizes of real models, and ``serving`` computes them.
+with the ``batches``. ``runner`` computes layers step by step: one step of a case for ``conformance``, which compares it
+with ``reference``; the steps of several layers that ``runs`` makes for ``serving``; growing requests for
+``definitions``; and steps on a device without memory for ``staging``, which counts the copies to it.
 ``wrappers`` checks a wrapper on host ``metadata``, with the tensors of ``guard``, and compares the slots that
 queries attend to (``attended``). ``requests`` runs random requests in a cache manager beside the definition of a cache.
 ``framework`` has the functions of the host that plugins' tests call. The kit needs no test framework and no engine: a

@@ -6,6 +6,7 @@ Attention depends on the set of slots only: the order of the slots and of the ba
 from __future__ import annotations
 
 import attrs
+import torch
 
 from kvframe.contract.metadata import (
     NO_EXTENSIONS,
@@ -15,6 +16,7 @@ from kvframe.contract.metadata import (
 )
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import CHANGES_MASK, DROPS_TOKENS, FieldUse, MetadataWrapper
+from kvframe.testing.reference import visible_tokens
 
 
 def find_difference(
@@ -50,34 +52,27 @@ def find_difference(
 
 def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list[set[int]]:
     """Return the slots that each packed token attends to, without padding; -1 for tokens without a block."""
-    is_local = metadata.causal and (spec.mask is None or not spec.mask.sees_all)
-    num_later = 0 if spec.mask is None else spec.mask.lookahead or 0
-    starts, tables = metadata.query_start_loc_cpu.tolist(), metadata.block_table.tolist()
-    hidden = [0] * metadata.num_reqs
+    starts, hidden = metadata.query_start_loc_cpu.tolist(), [0] * metadata.num_reqs
     if SEQ_STARTS in metadata.extensions:
         hidden = metadata.extensions[SEQ_STARTS].values.tolist()
-    ends = metadata.extensions[RANGE_ENDS].values.tolist() if RANGE_ENDS in metadata.extensions else None
+    ends = metadata.extensions[RANGE_ENDS].values.tolist() if RANGE_ENDS in metadata.extensions else []
     slots: list[set[int]] = []
     for request, seq_len in enumerate(metadata.seq_lens_cpu.tolist()):
-        blocks = tables[request]
-        num_new = starts[request + 1] - starts[request]
-        for position in range(seq_len - num_new, seq_len):
-            ranges: tuple[tuple[int, int], ...] = ((0, seq_len),)
-            if is_local:
-                ranges = (*spec.live_ranges(position), (position, min(seq_len, position + 1 + num_later)))
-            tokens = [token for start, stop in ranges for token in range(max(start, hidden[request]), stop)]
-            if is_local and spec.is_sparse:
-                assert spec.mask_function is not None
-                tokens = [token for token in tokens if spec.mask_function(position, token)]
-            if ends is not None and is_local:
-                tokens += range(position + 1, ends[len(slots)])
-            slots.append({_slot(blocks, token, metadata.block_size) for token in tokens})
+        start, stop = starts[request : request + 2]
+        visible = visible_tokens(
+            spec,
+            seq_len - (stop - start),
+            seq_len,
+            causal=metadata.causal,
+            num_hidden=hidden[request],
+            range_ends=ends[start:stop],
+        )
+        blocks, positions = metadata.block_table[request].long(), torch.arange(seq_len)
+        in_table = positions < len(blocks) * metadata.block_size
+        block_of = blocks[(positions // metadata.block_size).clamp(max=len(blocks) - 1)]
+        slot_of = torch.where(in_table, block_of * metadata.block_size + positions % metadata.block_size, -1)
+        slots += [{*slot_of[row].tolist()} for row in visible]
     return slots
-
-
-def _slot(blocks: list[int], token: int, block_size: int) -> int:
-    index, offset = divmod(token, block_size)
-    return blocks[index] * block_size + offset if index < len(blocks) else -1
 
 
 def _as_declared(

@@ -41,6 +41,12 @@ class Request:
     ranges: tuple[tuple[int, int], ...] = ()
 
     @property
+    def range_ends(self) -> list[int]:
+        """Where the range of each new token ends; 0 for none."""
+        positions = range(self.num_computed, self.num_computed + self.num_new)
+        return [max((stop for start, stop in self.ranges if start <= n < stop), default=0) for n in positions]
+
+    @property
     def seq_len(self) -> int:
         """Tokens, after the step, of the sequence that its queries attend to."""
         return self.num_computed + self.num_new if self.num_keys is None else self.num_keys

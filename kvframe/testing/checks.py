@@ -223,15 +223,15 @@ def _explain(
 ) -> set[str]:
     """Return the features that are wrong."""
     wrong: set[str] = set()
-    left = {*failures}
-    while left:
+    unexplained = {*failures}
+    while unexplained:
 
         def share(feature: str) -> tuple[float, int]:
-            covered = len(left.intersection(failed[feature]))
+            covered = len(unexplained.intersection(failed[feature]))
             return covered / len(using[feature]), covered
 
         worst = max(using, key=share)
         wrong.add(worst)
-        left.difference_update(failed[worst])
+        unexplained.difference_update(failed[worst])
     # A feature that never worked is not known to work without the others.
     return wrong | {feature for feature, names in failed.items() if len(names) == len(using[feature])}

@@ -6,33 +6,33 @@ The reference is computed from the original layer, without pages, wrappers or vi
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
 
 from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.errors import BackendError, WrapperError
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.specs import RELATIVE_BIAS
+from kvframe.loading.registry import Registry
+from kvframe.selection.chains import bind_chain
 from kvframe.testing.case import Case, Inputs, Learned, draw_inputs
+from kvframe.testing.checks import Check, find_backend
 from kvframe.testing.effects import without_side_effects
-from kvframe.testing.error_bound import attention_error_bound, lse_error_bound
+from kvframe.testing.error_bound import attention_error_bound, lse_error_bound, score_with_errors
 from kvframe.testing.hosts import KVFRAME, Host
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import (
     alibi_bias,
     chosen_tokens,
-    dense_attention,
-    dense_lse,
     relative_bias,
     visible_tokens,
+    weigh,
 )
-from kvframe.testing.step import WITHOUT_SINKS, Attended, run_step
-
-_SCORES_AT_A_TIME = 1 << 19
-_JOINED_SCORES = 1 << 16
-"""The most scores of small requests whose reference is computed together, in little more than the time of one."""
+from kvframe.testing.runner import WITHOUT_SINKS, Attended, Content, Output, Runner
 
 
 @without_side_effects
@@ -64,24 +64,64 @@ def check_backend(
         ConformanceError: The output is wrong, or other memory was written.
         WrapperError: The case's chain refuses the layer or the step.
     """
-    generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+    chain, seen, _ = bind_chain(case.wrappers, case.layer)
+    layers = [case.layer]
+    if case.layer.shares_with is not None:
+        layers.insert(0, attrs.evolve(case.layer, name=case.layer.shares_with, shares_with=None))
+    # One more layer in the group takes a part of each page, so that the layer's own parts are not contiguous.
+    in_pool = [attrs.evolve(layers[0], name="neighbour"), *layers]
+    generator, where = torch.Generator().manual_seed(zlib.crc32(case.name.encode())), torch.device(device)
     inputs = draw_inputs(case, generator)
     learned = Learned.draw(case, generator)
+    step = {str(index): request for index, request in enumerate(case.requests)}
+    content = {case.layer.name: Content(dict(zip(step, inputs, strict=True)), learned.to(where))}
     try:
-        output = run_step(backend_class, case, inputs, learned, torch.device(device), poison, host)
-    except ConformanceError as error:
-        raise _failure(backend_class, case, str(error)) from error
+        runner = Runner(backend_class, [seen], [step], where, host=host, in_pool=in_pool)
+        runner.bind(content)
+        runner.prepare([case], content, step, poison)
+        (metadata,) = runner.metadata(case, step)
+        output = runner.compute(case, inputs, content[case.layer.name].learned, metadata, poison, chain=chain)
+        check_results(case, output, inputs, learned)
+    except WrapperError:
+        raise
+    except (BackendError, ConformanceError) as error:
+        raise failure(backend_class, case, error) from error
+
+
+def attention_checks(
+    registry: Registry,
+    cases_of: Callable[[str, type[AttentionBackend]], tuple[Mapping[str, Case], tuple[str, ...]]],
+) -> tuple[list[Check], dict[str, tuple[str, ...]]]:
+    """Return checks of the attention of every installed backend, and the codes of the refusals by feature.
+
+    ``cases_of`` takes a backend's name and class, and returns cases by the names of their checks, or codes.
+    """
+    checks, refused = list[Check](), dict[str, tuple[str, ...]]()
+    for name in registry.backends.names():
+        feature, backend_class = f"attention by {name}", find_backend(registry, name)
+        if isinstance(backend_class, str):
+            refused[feature] = (backend_class,)
+            continue
+        cases, codes = cases_of(name, backend_class)
+        for label, case in cases.items():
+            checks.append(Check(name=label, features=(feature,), run=partial(check_backend, backend_class, case)))
+        if codes:
+            refused[feature] = codes
+    return checks, refused
+
+
+def check_results(case: Case, output: Output, inputs: Sequence[Inputs], learned: Learned) -> None:
+    """Raise ``ConformanceError`` if a layer's output in a step differs from the reference by more than its bound."""
     if not len(output.rows):
         return
-    has_lse = any(lse is not None for _, lse in output.results.values())
-    expected = make_reference(case, inputs, learned, with_lse=has_lse)
+    expected = make_reference(case, inputs, learned)
     for how, attended in output.results.items():
         reference = expected
         if how == WITHOUT_SINKS:
-            reference = make_reference(case, inputs, learned.without_sinks(), with_lse=True)
+            reference = make_reference(case, inputs, learned.without_sinks())
         problem = find_problem(case, reference, attended, output.rows)
         if problem:
-            raise _failure(backend_class, case, how + problem)
+            raise ConformanceError(how + problem)
 
 
 @attrs.frozen(eq=False)
@@ -89,7 +129,7 @@ class Reference:
     """What a backend must return for all packed queries, and its allowed error, both in float64."""
 
     output: tuple[torch.Tensor, torch.Tensor]
-    lse: tuple[torch.Tensor, torch.Tensor] | None
+    lse: tuple[torch.Tensor, torch.Tensor]
 
 
 def find_problem(case: Case, expected: Reference, attended: Attended, rows: torch.Tensor) -> str:
@@ -99,7 +139,7 @@ def find_problem(case: Case, expected: Reference, attended: Attended, rows: torc
     """
     output, lse = attended
     problem = _find_error(case, expected.output, output, rows)
-    if problem or lse is None or expected.lse is None:
+    if problem or lse is None:
         return problem
     problem = _find_error(case, expected.lse, lse, rows)
     return problem and f"the log-sum-exp: {problem}"
@@ -129,89 +169,30 @@ def _find_error(
     )
 
 
-def make_reference(case: Case, inputs: Sequence[Inputs], learned: Learned, *, with_lse: bool) -> Reference:
-    """Return the reference for all packed queries, with the log-sum-exp or without it."""
-    output, lse = [], []
-    dtype = case.query_dtype
-    for whole, magnitudes in _join_small(dense_arguments(case, inputs, learned)):
-        for arguments in _split_queries(whole):
-            allowed = attention_error_bound(**arguments, dtype=dtype, magnitudes=magnitudes)
-            output.append((dense_attention(**arguments), allowed))
-            if with_lse:
-                del arguments["value"]
-                allowed = lse_error_bound(**arguments, dtype=dtype, magnitude=magnitudes[0])
-                lse.append((dense_lse(**arguments), allowed))
-    return Reference(_joined(output), _joined(lse) if with_lse else None)
+def make_reference(case: Case, inputs: Sequence[Inputs], learned: Learned) -> Reference:
+    """Return the reference for all packed queries."""
+    parts = []
+    for arguments, (key_size, value_size) in dense_arguments(case, inputs, learned):
+        value, visible, dtype = arguments.pop("value"), arguments["visible"], case.query_dtype
+        scored = score_with_errors(**arguments, magnitude=key_size)
+        allowed = attention_error_bound(scored, value, visible, dtype=dtype, magnitude=value_size)
+        lse = torch.logsumexp(scored.logits, dim=-1).T
+        parts.append((weigh(scored.logits, value, visible), allowed, lse, lse_error_bound(scored, dtype=dtype)))
+    exact, bounds, exact_lse, lse_bounds = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return Reference((exact, bounds), (exact_lse, lse_bounds))
 
 
-Arguments = tuple[dict[str, Any], tuple[torch.Tensor, torch.Tensor]]
-"""What ``dense_arguments`` yields."""
-
-
-def _join_small(requests: Iterable[Arguments]) -> Iterator[Arguments]:
-    """Yield the same with small neighbours as one request, whose queries see the keys of their own part only."""
-    small: list[Arguments] = []
-    num_queries = num_keys = 0
-    for arguments in requests:
-        more_queries, more_keys = arguments[0]["visible"].shape[-2:]
-        num_scores = (num_queries + more_queries) * (num_keys + more_keys) * arguments[0]["query"].shape[1]
-        if small and num_scores > _JOINED_SCORES:
-            yield _join(small)
-            small, num_queries, num_keys = [], 0, 0
-        small.append(arguments)
-        num_queries, num_keys = num_queries + more_queries, num_keys + more_keys
-    if small:
-        yield _join(small)
-
-
-def _join(requests: Sequence[Arguments]) -> Arguments:
-    if len(requests) == 1:
-        return requests[0]
-    (first, _), whole = requests[0], [arguments for arguments, _ in requests]
-    joined = {name: torch.cat([request[name] for request in whole]) for name in ("query", "key", "value")}
-    visible = _block_diagonal([request["visible"] for request in whole]).bool()
-    bias = None if first["bias"] is None else _block_diagonal([request["bias"] for request in whole])
-    key_sizes, value_sizes = (torch.cat(parts) for parts in zip(*(sizes for _, sizes in requests), strict=True))
-    return {**first, **joined, "visible": visible, "bias": bias}, (key_sizes, value_sizes)
-
-
-def _block_diagonal(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ``[…, num_queries, num_keys]`` of all parts, with zeros for a query and a key of two parts."""
-    if parts[0].ndim == 2:
-        whole: torch.Tensor = torch.block_diag(*parts)
-        return whole
-    return torch.stack([torch.block_diag(*of_head) for of_head in zip(*parts, strict=True)])
-
-
-def _joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    exact, allowed = zip(*parts, strict=True)
-    return torch.cat(exact), torch.cat(allowed)
-
-
-def _split_queries(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the same arguments for a few queries at a time, whose scores fit into a processor's cache."""
-    query, bias = arguments["query"], arguments["bias"]
-    count = max(1, _SCORES_AT_A_TIME // (query.shape[1] * max(1, len(arguments["key"]))))
-    for rows in (slice(start, start + count) for start in range(0, max(1, len(query)), count)):
-        part = None if bias is None else bias[:, rows]
-        yield {**arguments, "query": query[rows], "visible": arguments["visible"][..., rows, :], "bias": part}
-
-
-def dense_arguments(case: Case, inputs: Sequence[Inputs], learned: Learned) -> Iterator[Arguments]:
+def dense_arguments(
+    case: Case, inputs: Sequence[Inputs], learned: Learned
+) -> Iterator[tuple[dict[str, Any], tuple[torch.Tensor, torch.Tensor]]]:
     """Yield each request's arguments of ``dense_attention``, in float64, and the magnitudes for the error bound."""
     spec = case.attended_spec
-    mask = spec.mask
-    sees_all = not case.causal or (mask is not None and mask.sees_all)
     learned = learned.to(torch.float64)
     sizes = {name: tensor.abs() for name, tensor in learned.parameters.items()}
     for index, (request, tensors) in enumerate(zip(case.requests, inputs, strict=True)):
-        visible = torch.ones(request.num_new, request.seq_len, dtype=torch.bool)
-        if not sees_all:
-            visible = visible_tokens(spec, request.num_computed, request.seq_len)
-            for start, stop in request.ranges:
-                for position in range(start, stop):
-                    visible[position - request.num_computed, position:stop] = True
-        visible[:, : request.num_hidden] = False
+        first = request.num_computed if request.num_keys is None else request.num_keys - request.num_new
+        hidden, ends = request.num_hidden, request.range_ends
+        visible = visible_tokens(spec, first, request.seq_len, causal=case.causal, num_hidden=hidden, range_ends=ends)
         if case.query.choice is not None:
             visible = visible & chosen_tokens(case.query, case.chosen(index), request.seq_len)
         bias = None
@@ -249,5 +230,6 @@ def _positions(case: Case) -> Iterator[tuple[int, int]]:
             yield index, position
 
 
-def _failure(backend_class: type[AttentionBackend], case: Case, message: str) -> ConformanceError:
+def failure(backend_class: type[AttentionBackend], case: Case, message: object) -> ConformanceError:
+    """Return an error that names the backend and the case."""
     return ConformanceError(f"{backend_class.__name__} on {case.name}: {message}")

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from kvframe.attention.batch_metadata import StepBatch, build_metadata
-from kvframe.attention.layers import Layers
-from kvframe.attention.storage import KVCacheStorage
-from kvframe.cache.manager import KVCacheManager
+from kvframe.attention.batch_metadata import build_metadata
+from kvframe.attention.staging import HOST
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import BackendError
 from kvframe.contract.specs import AttentionSpec, LayerSpec, QuerySpec
-from kvframe.planning.groups import group_layers
 from kvframe.planning.layer_specs import with_entries
-from kvframe.planning.plan import plan_cache
+from kvframe.testing.case import Case
+from kvframe.testing.case import Request as Part
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.staging import choose
+from kvframe.testing.metadata import make_batch
+from kvframe.testing.runner import Runner
 
-_CPU = torch.device("cpu")
 _NUM_HEADS = 4
 _NUM_ROUNDINGS = 8
 
@@ -66,7 +64,7 @@ def check_definition(
         )
         for length in lengths
     ]
-    outputs = _served(backend_class, layer, requests, torch.Generator().manual_seed(seed))
+    outputs = _serve(backend_class, layer, requests, [*_draw_steps(lengths, torch.Generator().manual_seed(seed))])
     for number, (request, output) in enumerate(zip(requests, outputs, strict=True)):
         errors = find_wrong(layer, request, output, generator)
         if errors:
@@ -122,50 +120,45 @@ def _allowed(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps ** 0.5)
 
 
-def _served(
-    backend_class: type[AttentionBackend], layer: LayerSpec, requests: Sequence[Request], generator: torch.Generator
-) -> list[torch.Tensor]:
-    """Return the outputs of all tokens of the requests, which are computed in steps of random sizes."""
-    layers = [*with_entries(layer, frozenset(requests[0][3]))]
-    grouping = group_layers(layers)
-    lengths = [len(query) for query, *_ in requests]
-    plan = plan_cache(grouping, memory_bytes=1 << 24, max_model_len=max(lengths), max_num_batched_tokens=sum(lengths))
-    storage = KVCacheStorage(plan, grouping, _CPU)
-    storage.poison()
-    manager = KVCacheManager(plan, max_num_seqs=len(requests), prefix_caching=False)
-    attention = Layers(layers, [choose(layer, backend_class)], grouping, storage.views, _CPU)
-    outputs: list[list[torch.Tensor]] = [[] for _ in requests]
-    num_computed = np.zeros(len(requests), dtype=np.int64)
-    for number in range(len(requests)):
-        manager.start(str(number), [0] * lengths[number])
+def _draw_steps(lengths: Sequence[int], generator: torch.Generator) -> Iterator[dict[str, Part]]:
+    """Yield steps of random sizes in which requests grow to their lengths, by number; some have no new tokens."""
+    num_computed = np.zeros(len(lengths), dtype=np.int64)
     while (rest := np.array(lengths) - num_computed).any():
         # Some steps compute a single token of each request, as decodes do.
         max_new = 1 if torch.rand((), generator=generator) < 0.5 else 12
-        query_lens = np.minimum(rest, torch.randint(0, max_new + 1, (len(requests),), generator=generator).numpy())
-        growing = np.flatnonzero(query_lens).tolist()
-        if not growing:
-            continue
-        for number in growing:
-            assert manager.extend(str(number), int(num_computed[number] + query_lens[number]))
-        batch = StepBatch(
-            rows=np.array([manager.row(str(number)) for number in growing]),
-            num_computed=num_computed[growing],
-            query_lens=query_lens[growing],
-            generating_indices=np.cumsum(query_lens[growing]) - 1,
+        num_new = np.minimum(rest, torch.randint(0, max_new + 1, (len(lengths),), generator=generator).numpy())
+        if num_new.any():
+            pairs = zip(num_computed.tolist(), num_new.tolist(), strict=True)
+            yield {str(number): Part(*pair) for number, pair in enumerate(pairs)}
+        num_computed = num_computed + num_new
+
+
+def _serve(
+    backend_class: type[AttentionBackend],
+    layer: LayerSpec,
+    requests: Sequence[Request],
+    steps: Sequence[dict[str, Part]],
+) -> list[torch.Tensor]:
+    """Return the outputs of all tokens of the requests, which are computed in steps."""
+    runner = Runner(backend_class, [*with_entries(layer, frozenset(requests[0][3]))], steps, HOST)
+    runner.poison()
+    outputs: list[list[torch.Tensor]] = [[] for _ in requests]
+    for step in steps:
+        runner.give_pages(step)
+        growing = {name: part for name, part in step.items() if part.num_new}
+        batch = make_batch(Case(name="", layer=layer, requests=(*growing.values(),)), runner.rows(growing), HOST)
+        runner.begin(build_metadata(batch, runner.manager.tables, HOST), batch)
+        parts = [(requests[int(name)], slice(part.num_computed, part.seq_len)) for name, part in growing.items()]
+        query, key, value = (
+            torch.cat(tensors)
+            for tensors in zip(*([tensor[tokens] for tensor in request[:3]] for request, tokens in parts), strict=True)
         )
-        attention.begin_step(build_metadata(batch, manager.tables, _CPU), batch=batch, tables=manager.tables)
-        parts = [slice(num_computed[number], num_computed[number] + query_lens[number]) for number in growing]
-        pairs = [*zip((requests[number] for number in growing), parts, strict=True)]
-        query = torch.cat([request[0][part] for request, part in pairs])
-        key = torch.cat([request[1][part] for request, part in pairs])
-        value = torch.cat([request[2][part] for request, part in pairs])
-        inputs = {name: torch.cat([request[3][name][part] for request, part in pairs]) for name in requests[0][3]}
+        inputs = {name: torch.cat([request[3][name][tokens] for request, tokens in parts]) for name in requests[0][3]}
         try:
-            computed = attention[layer.name](query, key, value, inputs=inputs)
+            computed = runner.attention[layer.name](query, key, value, inputs=inputs)
         except BackendError as error:
             raise ConformanceError(str(error)) from error
-        for number, output in zip(growing, computed.split(query_lens[growing].tolist()), strict=True):
-            outputs[number].append(output)
-            num_computed[number] += len(output)
-            manager.commit(str(number), [0] * int(num_computed[number]), int(num_computed[number]))
+        for name, output in zip(growing, computed.split([part.num_new for part in growing.values()]), strict=True):
+            outputs[int(name)].append(output)
+        runner.commit(growing)
     return [torch.cat(parts) for parts in outputs]

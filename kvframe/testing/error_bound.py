@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 
+import attrs
 import torch
 
 from kvframe.contract.specs import QuerySpec
+from kvframe.testing.reference import logits_of, score
 
 ROUNDINGS = 6
 """The most operations between a weight or a value and the output that round by half a unit each: the exponential, the
@@ -19,17 +21,25 @@ the output. It also bounds those of a score: the scaled query, the product, the 
 difference from the largest score."""
 
 
+@attrs.frozen(eq=False)
+class Scored:
+    """The logits of the softmax, and the units by which they err in the dtype and in that of sums.
+
+    Each is ``[num_heads, num_queries, num_tokens + 1], float64``; the last logit is the sink's, -inf without one.
+    """
+
+    logits: torch.Tensor
+    rounded: torch.Tensor
+    summed: torch.Tensor
+
+
 def attention_error_bound(
-    layer: QuerySpec,
-    query: torch.Tensor,
-    key: torch.Tensor,
+    scored: Scored,
     value: torch.Tensor,
     visible: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
     *,
     dtype: torch.dtype,
-    magnitudes: tuple[torch.Tensor, torch.Tensor] | None = None,
+    magnitude: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the largest error that attention in ``dtype`` may have, for each element of the output.
 
@@ -45,20 +55,23 @@ def attention_error_bound(
     ``sum_t p_t s_t |v_t - o|`` is bounded by the root mean square of ``s_t`` and the deviation of the values, under the
     weights (Cauchy and Schwarz). A query that sees nothing has a bound of zero.
 
-    The arguments are those of ``dense_attention``, and: ``dtype``, which attention is computed in (sums in fewer than
-    32 bits are taken in float32); ``magnitudes``, shaped as ``key`` and ``value``, in whose units the rounding error of
-    an element is counted: their own unless given, larger ones if they are computed from other stored numbers.
+    Args:
+        scored: The scores (``score_with_errors``).
+        value: As for ``dense_attention``.
+        visible: As for ``dense_attention``.
+        dtype: What attention is computed in; sums in fewer than 32 bits are taken in float32.
+        magnitude: Shaped as ``value``: the units of the rounding error of its elements. Their own magnitudes unless
+            given, larger ones if they are computed from other stored numbers.
 
     Returns:
         ``[num_queries, num_heads, head_size_v], float64``.
     """
-    scores, rounded, summed = _scores(layer, query, key, visible, sinks, bias, magnitudes and magnitudes[0])
-    value, value_size = value.double(), (value.abs() if magnitudes is None else magnitudes[1]).double()
+    value, value_size = value.double(), (value.abs() if magnitude is None else magnitude).double()
     no_value = value.new_zeros(1, *value.shape[1:])
     value, value_size = (torch.cat([tensor, no_value]) for tensor in (value, value_size))
 
-    is_seen = scores > -math.inf
-    weights = torch.softmax(scores, dim=-1).masked_fill(~is_seen, 0)
+    is_seen = scored.logits > -math.inf
+    weights = torch.softmax(scored.logits, dim=-1).masked_fill(~is_seen, 0)
     num_seen = is_seen.sum(-1, keepdim=True)
 
     def mean(values: torch.Tensor) -> torch.Tensor:
@@ -71,8 +84,8 @@ def attention_error_bound(
     deviation = (mean(value**2) - mean(value) ** 2).clamp(min=0).sqrt()
     terms = mean(value_size)
     sum_dtype, unit, sum_unit = _units(dtype)
-    bound = unit * (terms + of_scores(rounded))
-    bound += sum_unit * (num_seen.sqrt().transpose(0, 1) * terms + of_scores(summed))
+    bound = unit * (terms + of_scores(scored.rounded))
+    bound += sum_unit * (num_seen.sqrt().transpose(0, 1) * terms + of_scores(scored.summed))
     # Weights and outputs that are too small for the dtype become zero.
     smallest = torch.finfo(dtype).tiny * unit + torch.finfo(sum_dtype).tiny
     # If heads see different tokens, each may lose what any of them loses.
@@ -82,27 +95,16 @@ def attention_error_bound(
     return ROUNDINGS / 2 * bound + underflow
 
 
-def lse_error_bound(
-    layer: QuerySpec,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    visible: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    dtype: torch.dtype,
-    magnitude: torch.Tensor | None = None,
-) -> torch.Tensor:
+def lse_error_bound(scored: Scored, *, dtype: torch.dtype) -> torch.Tensor:
     """Return the largest error of the log-sum-exp of attention in ``dtype``, ``[num_queries, num_heads], float64``.
 
     To first order, ``log(sum_t exp(s_t))`` errs by ``sum_t p_t (s_t' + e_t)`` if each score errs by ``s_t'`` and each
     term of the sum by the factor ``1 + e_t``. The rest is as for ``attention_error_bound``.
     """
-    scores, rounded, summed = _scores(layer, query, key, visible, sinks, bias, magnitude)
-    is_seen = scores > -math.inf
-    weights = torch.softmax(scores, dim=-1).masked_fill(~is_seen, 0)
+    is_seen = scored.logits > -math.inf
+    weights = torch.softmax(scored.logits, dim=-1).masked_fill(~is_seen, 0)
     _, unit, sum_unit = _units(dtype)
-    errors = unit * (1 + rounded) + sum_unit * (is_seen.sum(-1, keepdim=True).sqrt() + summed)
+    errors = unit * (1 + scored.rounded) + sum_unit * (is_seen.sum(-1, keepdim=True).sqrt() + scored.summed)
     return ROUNDINGS / 2 * (weights * errors).sum(-1).T
 
 
@@ -112,46 +114,32 @@ def _units(dtype: torch.dtype) -> tuple[torch.dtype, float, float]:
     return sum_dtype, torch.finfo(dtype).eps, torch.finfo(sum_dtype).eps
 
 
-def _scores(
+def score_with_errors(
     layer: QuerySpec,
     query: torch.Tensor,
     key: torch.Tensor,
     visible: torch.Tensor,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    magnitude: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the logits of the softmax, and the units by which they err in the dtype and in that of sums.
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    magnitude: torch.Tensor | None = None,
+) -> Scored:
+    """Return the scores of ``dense_attention``, whose arguments it takes, in float64.
 
-    Each is ``[num_heads, num_queries, num_tokens + 1], float64``; the last logit is the sink's, -inf without one.
+    ``magnitude`` is shaped as ``key``, as for ``attention_error_bound``.
     """
     query, key, key_size = (tensor.double() for tensor in (query, key, key.abs() if magnitude is None else magnitude))
-    # The query heads of a KV head stay beside each other, so that keys and values are read as they are.
-    query = query.unflatten(1, (key.shape[1], -1))
-
-    def scored(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("qkgd,tkd->kgqt", query, key).flatten(0, 1)
-
-    scores = scored(query, key) * layer.scale
-    size = scored(query.abs(), key_size) * abs(layer.scale)
-    capped = 0.0
+    without_cap = attrs.evolve(layer, soft_cap=None, scale=abs(layer.scale))
+    scores, size, cap = score(layer, query, key), score(without_cap, query.abs(), key_size), layer.soft_cap or 0.0
     if layer.soft_cap is not None:
-        capped = layer.soft_cap
-        scores = capped * torch.tanh(scores / capped)
-        size = size * (1 - (scores / capped) ** 2)
-    rounded = size + scores.abs()
-    summed = math.sqrt(query.shape[-1]) * size + scores.abs() + capped
-    if bias is not None:
-        scores = scores + bias.double()
-        rounded, summed = rounded + bias.double().abs(), summed + bias.double().abs()
-    # The sink is one more token, whose value is zero.
-    logits = scores.new_full((*scores.shape[:2], 1), -math.inf)
-    if sinks is not None:
-        logits = logits.zero_() + sinks.double()[:, None, None]
-    rounded, summed = (torch.cat([tensor, logits.abs().nan_to_num(posinf=0.0)], dim=-1) for tensor in (rounded, summed))
-    scores = torch.cat([scores.masked_fill(~visible, -math.inf), logits], dim=-1)
-    is_seen = scores > -math.inf
-    largest, num_seen = scores.amax(-1, keepdim=True), is_seen.sum(-1, keepdim=True)
-    rounded = rounded + (largest - scores).masked_fill(~is_seen, 0)
-    summed = summed + scores.abs().masked_fill(~is_seen, 0).amax(-1, keepdim=True) + num_seen.clamp(min=1).log()
-    return scores, rounded, summed
+        size = size * (1 - (scores / cap) ** 2)
+    more = scores.abs() if bias is None else scores.abs() + bias.double().abs()
+    logits = logits_of(scores, visible, sinks, None if bias is None else bias.double())
+    sink = logits[..., -1:].abs().nan_to_num(posinf=0.0)
+    rounded = torch.cat([size + more, sink], dim=-1)
+    summed = torch.cat([math.sqrt(query.shape[-1]) * size + more + cap, sink], dim=-1)
+    is_seen = logits > -math.inf
+    largest, num_seen = logits.amax(-1, keepdim=True), is_seen.sum(-1, keepdim=True)
+    rounded = rounded + (largest - logits).masked_fill(~is_seen, 0)
+    summed = summed + logits.abs().masked_fill(~is_seen, 0).amax(-1, keepdim=True) + num_seen.clamp(min=1).log()
+    return Scored(logits, rounded, summed)

@@ -10,19 +10,21 @@ from typing import Any
 
 import torch
 
+from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import SpecError
 from kvframe.contract.formats import KVFormat, state_of
 from kvframe.contract.slots import Slots
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
-from kvframe.testing.checks import Check, Checks, find_backend, make_part
-from kvframe.testing.conformance import check_backend
+from kvframe.testing.case import Case
+from kvframe.testing.checks import Check, Checks, make_part
+from kvframe.testing.conformance import attention_checks
 from kvframe.testing.grid import in_format, make_cases, make_layer
 from kvframe.testing.guard import DeviceTensor, ReadOnlyTensor, ScalarGuard
 from kvframe.testing.laws import ConformanceError
+from kvframe.testing.runner import same_bits
 from kvframe.testing.sample import sample
 from kvframe.testing.state import KEYS_AND_VALUES, form_of
-from kvframe.testing.step import same_bits
 
 BLOCK_SIZE = 3
 NUM_PAGES = 5
@@ -255,36 +257,24 @@ def format_checks(
         for size, size_v in HEAD_SIZES
     ]
     registry = load_plugins().registry if registry is None else registry
-    refused: dict[str, tuple[str, ...]] = {}
-    for backend in registry.backends.names():
-        feature = f"attention by {backend}"
-        more, codes = _attention_checks(kv_format, backend, registry, whole, feature)
-        checks += more
-        if codes:
-            refused[feature] = codes
-    return Checks(part=part, checks=tuple(checks), refused=refused)
+    attention, refused = attention_checks(registry, partial(_cases_of, kv_format, registry, whole))
+    return Checks(part=part, checks=(*checks, *attention), refused=refused)
 
 
-def _attention_checks(
-    kv_format: KVFormat, backend: str, registry: Registry, whole: bool, feature: str
-) -> tuple[list[Check], tuple[str, ...]]:
-    """Return checks of a backend's attention in a format, or the codes of the refusals."""
-    backend_class = find_backend(registry, backend)
-    if isinstance(backend_class, str):
-        return [], (backend_class,)
+def _cases_of(
+    kv_format: KVFormat, registry: Registry, whole: bool, backend: str, backend_class: type[AttentionBackend]
+) -> tuple[dict[str, Case], tuple[str, ...]]:
+    """Return cases of attention in a format by the names of their checks, or the codes of the refusals."""
     capabilities = backend_class.capabilities
     if form_of(backend_class) is not KEYS_AND_VALUES:
-        return [], ("state",)
+        return {}, ("state",)
     layer = in_format(make_layer(capabilities), kv_format)
     if layer is None:
-        return [], ("format",)
+        return {}, ("format",)
     if refusals := capabilities.refusals(layer, "cpu"):
-        return [], tuple(refusal.code for refusal in refusals)
+        return {}, tuple(refusal.code for refusal in refusals)
     others = sorted(capabilities.formats - {"plain", kv_format.name})
     formats = [kv_format, *(registry.formats.load(other)() for other in others)]
     cases = make_cases(capabilities, formats=formats, only=f"{kv_format.name}-*")
     chosen = cases if whole else sample([case for case in cases if "-full" in case.name], ())
-    return [
-        Check(name=f"{backend}-{case.name}", features=(feature,), run=partial(check_backend, backend_class, case))
-        for case in chosen
-    ], ()
+    return {f"{backend}-{case.name}": case for case in chosen}, ()

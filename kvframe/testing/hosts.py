@@ -12,13 +12,10 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.formats import PLAIN, StateTensor
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.slots import Slots
-from kvframe.planning.groups import Grouping
-from kvframe.planning.plan import KVCachePlan
 from kvframe.testing.case import Case
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.sample import sample
@@ -50,16 +47,14 @@ class Host:
     """kvframe's own engine: pages as its planner lays them out, exact lengths, and a new tensor for each output.
 
     Attributes:
-        skips_slots: Whether it gives negative slots, for tokens that are not stored.
+        has_own_pages: Whether it has pages of its own, makes a step's metadata on the device, and gives negative slots.
     """
 
-    skips_slots = False
+    has_own_pages = False
 
-    def begin(
-        self, case: Case, plan: KVCachePlan, grouping: Grouping, manager: KVCacheManager, device: torch.device
-    ) -> Memory | KVCacheStorage:
-        """Return the memory of a case."""
-        return KVCacheStorage(plan, grouping, device)
+    def begin(self, case: Case, manager: KVCacheManager, device: torch.device) -> Memory:
+        """Return the memory of a case, for a host with pages of its own."""
+        raise NotImplementedError
 
     def slots(self, flat: torch.Tensor, block_size: int) -> Slots:
         """Return where it stores tokens that kvframe's engine would store in these slots, ``[num_tokens], int64``."""
@@ -68,6 +63,10 @@ class Host:
     def metadata(self, metadata: CommonAttentionMetadata, *, exact: bool) -> CommonAttentionMetadata:
         """Return a step's metadata as it makes it; with upper bounds of lengths unless ``exact``."""
         return metadata
+
+    def turns(self, num_tokens: int) -> Iterator[torch.Tensor]:
+        """Yield which tokens it stores at a time, ``[num_tokens], bool, host``."""
+        yield torch.ones(num_tokens, dtype=torch.bool)
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return queries, keys or values, ``[num_tokens, num_heads, size], device``, as it hands them over."""
@@ -103,7 +102,7 @@ class OtherHost(Host):
         num_copies: Those of them that it had to copy, because the backend returned another tensor.
     """
 
-    skips_slots = True
+    has_own_pages = True
 
     def __init__(self, layout: str) -> None:
         """Take the name of one of the ``LAYOUTS``."""
@@ -111,9 +110,7 @@ class OtherHost(Host):
         self._around = self._output = torch.empty(0)
         self.num_outputs = self.num_copies = 0
 
-    def begin(
-        self, case: Case, plan: KVCachePlan, grouping: Grouping, manager: KVCacheManager, device: torch.device
-    ) -> Memory:
+    def begin(self, case: Case, manager: KVCacheManager, device: torch.device) -> Memory:
         """Return memory in its layout, for the pages that requests have and a few more."""
         ids = np.unique(manager.tables[0].ids)
         ids = ids[ids != 0]
@@ -153,6 +150,11 @@ class OtherHost(Host):
             max_seq_len=metadata.max_seq_len + _MORE_TOKENS,
             exact_lens=False,
         )
+
+    def turns(self, num_tokens: int) -> Iterator[torch.Tensor]:
+        """Yield every second token, and then the others."""
+        for turn in range(2):
+            yield torch.arange(num_tokens) % 2 != turn
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the same rows with a gap after each, as parts of a common projection have them."""

@@ -55,9 +55,9 @@ def check_kept(spec: KVCacheSpec, *, num_heads: int = 4, num_tokens: int = 0, se
     before = _copy(prompt), {name: _copy(entry) for name, entry in entries.items()}
     whose = f"cache spec {spec.kind!r}: choose_kept()"
     chosen = choose_tokens(layer, budget, prompt, entries)
-    for given, kept in zip([prompt, *entries.values()], [before[0], *before[1].values()], strict=True):
-        for name, tensor in given.items():
-            if not torch.equal(tensor, kept[name]):
+    for state_after, state_before in zip([prompt, *entries.values()], [before[0], *before[1].values()], strict=True):
+        for name, tensor in state_after.items():
+            if not torch.equal(tensor, state_before[name]):
                 raise ConformanceError(f"{whose} writes to {name!r}, which other requests and later steps read")
     if not torch.equal(chosen, choose_tokens(layer, budget, prompt, entries)):
         raise ConformanceError(f"{whose} chooses other tokens if it is asked again: a preempted request would differ")
@@ -65,7 +65,10 @@ def check_kept(spec: KVCacheSpec, *, num_heads: int = 4, num_tokens: int = 0, se
         large = {name: tensor * factor for name, tensor in prompt.items()}
         rounded = choose_tokens(layer, budget, large, entries)
         exact = choose_tokens(layer, budget, _double(large), {name: _double(entry) for name, entry in entries.items()})
-        num_other = max(len({*kept.tolist()} - {*right.tolist()}) for kept, right in zip(rounded, exact, strict=True))
+        num_other = max(
+            len({*chosen_tokens.tolist()} - {*exact_tokens.tolist()})
+            for chosen_tokens, exact_tokens in zip(rounded, exact, strict=True)
+        )
         if num_other > max(1, budget // _MOST_NEARLY_EQUAL):
             raise ConformanceError(
                 f"{whose} chooses {num_other} other tokens of {budget} in {state['k'].dtype} than in float64, of keys "

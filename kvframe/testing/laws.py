@@ -184,7 +184,7 @@ def _check_stored(asked: _Asked) -> None:
         sizes = {1, 2, block_size - 1, block_size, 2 * block_size + 1, max_tokens} & set(range(1, max_tokens + 1))
         for size in sorted(sizes):
             first, stop = n // block_size, -(-(n + size) // block_size)
-            most = spec.num_resident_blocks(n, size)
+            limit = spec.num_resident_blocks(n, size)
             # Block boundaries within the step, and the ones before and after it.
             for branch in {0, *range(first * block_size, (stop + 1) * block_size + 1, block_size)}:
                 what = f"stored_blocks({n}, {size}, {branch})"
@@ -192,14 +192,15 @@ def _check_stored(asked: _Asked) -> None:
                 ends = [first, *(end for item in ranges for end in item), stop]
                 in_order = all(start < end for start, end in ranges) and ends == sorted(ends)
                 _require(in_order, spec, f"{what} is {ranges}, not sorted, disjoint and within [{first}, {stop})")
-                held = _tokens(ranges) | live[n]
+                resident = _tokens(ranges) | live[n]
                 for end in range(max(n, n + size - num_refused), n + size + 1):
-                    lost = live[end] - held
+                    lost = live[end] - resident
                     _require(not lost, spec, f"{what} has no page for the blocks {sorted(lost)}, live at {end}")
                 _require(
-                    len(held) <= most,
+                    len(resident) <= limit,
                     spec,
-                    f"{what} and what is live at {n} are {len(held)} blocks, more than num_resident_blocks: {most}",
+                    f"{what} and what is live at {n} are {len(resident)} blocks, more than num_resident_blocks: "
+                    f"{limit}",
                 )
 
 

@@ -65,17 +65,15 @@ def find_problem(metadata: CommonAttentionMetadata) -> str:
     return find_misfit(metadata) or find_contradiction(metadata) or find_wrong_tensor(metadata) or ""
 
 
-def make_metadata_of_groups(
-    case: Case, manager: KVCacheManager, rows: Sequence[int], device: torch.device
-) -> tuple[CommonAttentionMetadata, ...]:
-    """Return a step's metadata for each cache group, for requests in given rows of the block tables."""
+def make_batch(case: Case, rows: Sequence[int], device: torch.device) -> StepBatch:
+    """Return a step's batch of requests in given rows of the block tables."""
     ends = np.cumsum([request.num_new for request in case.requests])
     generating = [
         np.arange(end - request.num_generating, end) for request, end in zip(case.requests, ends, strict=True)
     ]
     hidden = torch.tensor([request.num_hidden for request in case.requests], dtype=torch.int32)
     extensions = {SEQ_STARTS: Extension(hidden.to(device), Axis.REQUEST, hidden)} if hidden.any() else NO_EXTENSIONS
-    batch = StepBatch(
+    return StepBatch(
         rows=np.array(rows),
         num_computed=np.array([request.num_computed for request in case.requests]),
         query_lens=np.array([request.num_new for request in case.requests]),
@@ -83,7 +81,13 @@ def make_metadata_of_groups(
         extensions=extensions,
         range_ends=_range_ends(case),
     )
-    built = build_metadata(batch, manager.tables, device)
+
+
+def make_metadata_of_groups(
+    case: Case, manager: KVCacheManager, rows: Sequence[int], device: torch.device
+) -> tuple[CommonAttentionMetadata, ...]:
+    """Return a step's metadata for each cache group, for requests in given rows of the block tables."""
+    built = build_metadata(make_batch(case, rows, device), manager.tables, device)
     return tuple(_as_asked(metadata, case, manager, rows) for metadata in built)
 
 
@@ -111,11 +115,7 @@ def _range_ends(case: Case) -> npt.NDArray[np.int64] | None:
     """Return where the range of each new token ends, 0 for none; None if no request has ranges."""
     if not any(request.ranges for request in case.requests):
         return None
-    ends = [np.zeros(request.num_new, np.int64) for request in case.requests]
-    for request_ends, request in zip(ends, case.requests, strict=True):
-        for start, stop in request.ranges:
-            request_ends[start - request.num_computed : stop - request.num_computed] = stop
-    return np.concatenate(ends)
+    return np.concatenate([np.array(request.range_ends, np.int64) for request in case.requests])
 
 
 def _over_other_keys(

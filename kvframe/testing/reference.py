@@ -13,28 +13,43 @@ import torch
 from kvframe.contract.specs import KVCacheSpec, QuerySpec, RelativeBias
 
 
-def visible_tokens(spec: KVCacheSpec, num_computed: int, seq_len: int) -> torch.Tensor:
+def visible_tokens(
+    spec: KVCacheSpec,
+    num_computed: int,
+    seq_len: int,
+    *,
+    causal: bool = True,
+    num_hidden: int = 0,
+    range_ends: Sequence[int] = (),
+) -> torch.Tensor:
     """Return the tokens that each new query attends to: live ones, as far as a sparse type shows them, and its own.
 
     In a window in both directions, later ones too.
 
     Args:
-        spec: The layer's cache spec; its mask does not show all tokens.
+        spec: The layer's cache spec.
         num_computed: The first query's position.
         seq_len: Tokens of the request after the step.
+        causal: Whether the batch is causal; if it is not, each query sees all tokens.
+        num_hidden: Tokens at the start of the request that are hidden (``SEQ_STARTS``).
+        range_ends: For each query, where its range ends (``RANGE_ENDS``), 0 for none; empty if no query has one.
 
     Returns:
         ``[seq_len - num_computed, seq_len], bool, host``.
     """
-    visible = torch.zeros(seq_len - num_computed, seq_len, dtype=torch.bool)
-    for row, position in enumerate(range(num_computed, seq_len)):
+    sees_all = not causal or (spec.mask is not None and spec.mask.sees_all)
+    visible = torch.full((seq_len - num_computed, seq_len), sees_all)
+    for row, position in enumerate(range(num_computed, seq_len) if not sees_all else ()):
         for start, stop in (*spec.live_ranges(position), (position, position + 1)):
             visible[row, start:stop] = True
         if spec.mask is not None and spec.mask.lookahead is not None:
             visible[row, position + 1 : position + 1 + spec.mask.lookahead] = True
-    if spec.is_sparse:
+    if spec.is_sparse and not sees_all:
         assert spec.mask_function is not None
         visible &= spec.mask_function(torch.arange(num_computed, seq_len)[:, None], torch.arange(seq_len)[None])
+    for row, end in enumerate(range_ends):
+        visible[row, num_computed + row : end] = True
+    visible[:, :num_hidden] = False
     return visible
 
 
@@ -126,10 +141,13 @@ def dense_attention(
     Returns:
         ``[num_queries, num_heads, head_size_v]``, in the inputs' dtype.
     """
-    kv_head = _kv_heads(query, key)
-    scores = _scores(layer, query, key[:, kv_head], visible, sinks, bias)
-    weights = torch.softmax(scores, dim=-1)[:, :, : key.shape[0]].masked_fill(~visible, 0)
-    return torch.einsum("hqt,thd->qhd", weights, value[:, kv_head])
+    return weigh(logits_of(score(layer, query, key), visible, sinks, bias), value, visible)
+
+
+def weigh(logits: torch.Tensor, value: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Return the attention of ``logits_of``: the values, weighed by the softmax, shaped as ``dense_attention``."""
+    weights = torch.softmax(logits, dim=-1)[:, :, :-1].masked_fill(~visible, 0)
+    return torch.einsum("kgqt,tkd->qkgd", weights.unflatten(0, (value.shape[1], -1)), value).flatten(1, 2)
 
 
 def dense_lse(
@@ -144,28 +162,23 @@ def dense_lse(
 
     The arguments are those of ``dense_attention``; the result is ``[num_queries, num_heads]``, in the inputs' dtype.
     """
-    return torch.logsumexp(_scores(layer, query, key[:, _kv_heads(query, key)], visible, sinks, bias), dim=-1).T
+    return torch.logsumexp(logits_of(score(layer, query, key), visible, sinks, bias), dim=-1).T
 
 
-def _kv_heads(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    return torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
+def score(layer: QuerySpec, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return the scaled and capped scores of all keys, ``[num_heads, num_queries, num_tokens]``."""
+    # The query heads of a KV head stay beside each other, so that keys are read as they are.
+    products = torch.einsum("qkgd,tkd->kgqt", query.unflatten(1, (key.shape[1], -1)), key).flatten(0, 1)
+    scores = products * layer.scale
+    return scores if layer.soft_cap is None else torch.tanh(scores / layer.soft_cap) * layer.soft_cap
 
 
-def _scores(
-    layer: QuerySpec,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    visible: torch.Tensor,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
+def logits_of(
+    scores: torch.Tensor, visible: torch.Tensor, sinks: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the logits of the softmax, ``[num_heads, num_queries, num_tokens]``, and after them the sinks' if any."""
-    scores = torch.einsum("qhd,thd->hqt", query, key) * layer.scale
-    if layer.soft_cap is not None:
-        scores = torch.tanh(scores / layer.soft_cap) * layer.soft_cap
-    if bias is not None:
-        scores = scores + bias
-    scores = scores.masked_fill(~visible, float("-inf"))
-    if sinks is None:
-        return scores
-    return torch.cat([scores, sinks[:, None, None].expand(-1, query.shape[0], 1)], dim=-1)
+    """Return the logits of the softmax, of all keys and of the sink, which is -inf if there is none."""
+    scores = (scores if bias is None else scores + bias).masked_fill(~visible, -math.inf)
+    sink = scores.new_full((*scores.shape[:2], 1), -math.inf)
+    if sinks is not None:
+        sink = sinks.to(sink.dtype)[:, None, None].expand_as(sink)
+    return torch.cat([scores, sink], dim=-1)

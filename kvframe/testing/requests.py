@@ -236,9 +236,9 @@ class _Requests:
         # In a pool that is nearly full, a manager may reuse pages at once instead of caching them.
         is_cached = request.computed == len(tokens) and 2 * self.plan.num_slabs_for(num_blocks) <= self.plan.num_slabs
         if is_cached and getattr(self.manager, "prefix_caching", True):
-            found = self.manager.start("again", tokens)
+            num_found = self.manager.start("again", tokens)
             expected = self.longest_prefix(request)
-            _require(expected == found, f"finding: {found} tokens of {tokens} are found again, not {expected}")
+            _require(expected == num_found, f"finding: {num_found} tokens of {tokens} are found again, not {expected}")
             self.manager.free("again")
 
     def longest_prefix(self, request: Request) -> int:
@@ -288,10 +288,13 @@ class _Requests:
         self.verbs["commit"] += 1
         request.computed = target
         for group, ids in zip(self.plan.groups, self.block_ids(name), strict=True):
-            held = {block for block, page in enumerate(ids[: target // group.block_size]) if page}
+            held_blocks = {block for block, page in enumerate(ids[: target // group.block_size]) if page}
             live = {token // group.block_size for token in live_tokens(self.plan, group.index, target)}
             live = {block for block in live if block < target // group.block_size}
-            _require(live == held, f"forgetting: at {target}, group {group.index} keeps blocks {held}, and {live} live")
+            _require(
+                live == held_blocks,
+                f"forgetting: at {target}, group {group.index} keeps blocks {held_blocks}, and {live} live",
+            )
         return True
 
     def fork(self) -> None:

@@ -148,8 +148,8 @@ def _group(case: Case) -> int:
 
 def _most_queries(case: Case) -> Hashable:
     """Return whether some request has one query, two or more: kernels are chosen by that, and are causal or not."""
-    most = max(request.num_new for request in case.requests)
-    return min(3, most), case.causal, case.requests[0].num_keys is not None
+    most_new = max(request.num_new for request in case.requests)
+    return min(3, most_new), case.causal, case.requests[0].num_keys is not None
 
 
 def _part(request: Request) -> str:

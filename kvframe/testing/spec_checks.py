@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
 
 from kvframe.config.options import make_with_options
+from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import KVFrameError, SpecError
 from kvframe.contract.specs import TOKENS, KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.loading.plugins import load_plugins
@@ -16,10 +17,11 @@ from kvframe.loading.registry import Registry
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
 from kvframe.testing.case import Case
-from kvframe.testing.checks import Check, Checks, find_backend, make_part
+from kvframe.testing.checks import Check, Checks, make_part
 from kvframe.testing.composition import STEPS
-from kvframe.testing.conformance import check_backend
+from kvframe.testing.conformance import attention_checks
 from kvframe.testing.grid import SCALE
+from kvframe.testing.kept_tokens import check_kept
 from kvframe.testing.laws import LAWS, ConformanceError, check_law
 from kvframe.testing.state import KEYS_AND_VALUES, StateForm, form_of
 
@@ -90,17 +92,13 @@ def spec_checks(
     refused: dict[str, tuple[str, ...]] = {}
     for variant in variants:
         label, spec = _label(variant, 4), make_part(part, spec_class, {**variant, "block_size": 4})
-        for backend in registry.backends.names():
-            more, codes = _attention_checks(spec, label, backend, registry, whole)
-            checks += more
-            if codes:
-                refused.setdefault(f"attention by {backend}", codes)
+        attention, codes = attention_checks(registry, partial(_cases_of, spec, label, STEPS if whole else ("mixed",)))
+        checks += attention
+        refused = codes | refused
     return Checks(part=part, checks=tuple(checks), refused=refused, order=tuple(f"law: {law}" for law in LAWS))
 
 
 def _check_kept(spec: KVCacheSpec) -> None:
-    from kvframe.testing.kept_tokens import check_kept
-
     # A type that stores queries has their heads among its options.
     check_kept(spec, num_heads=getattr(spec, "num_heads", 4 * spec.state_tensors()["k"].shape[1]))
 
@@ -159,29 +157,18 @@ def _check_plan(spec: KVCacheSpec, max_tokens: int) -> None:
         raise ConformanceError(f"{spec}: {error}") from error
 
 
-def _attention_checks(
-    spec: KVCacheSpec, label: str, backend: str, registry: Registry, whole: bool
-) -> tuple[list[Check], tuple[str, ...]]:
-    """Return checks of a backend's attention under a spec's mask, or the codes of the refusals."""
-    backend_class = find_backend(registry, backend)
-    if isinstance(backend_class, str):
-        return [], (backend_class,)
+def _cases_of(
+    spec: KVCacheSpec, label: str, steps: Iterable[str], backend: str, backend_class: type[AttentionBackend]
+) -> tuple[dict[str, Case], tuple[str, ...]]:
+    """Return cases of attention under a spec's mask by name, or the codes of the refusals."""
     form = form_of(backend_class)
     layer = _layer_of(spec, form)
     if layer is None or not spec.keeps_past or spec.sequence != TOKENS:
-        return [], ()
-    refusals = backend_class.capabilities.refusals(layer, "cpu")
-    if refusals:
-        return [], tuple(refusal.code for refusal in refusals)
-    cases = [
-        Case(name=f"{backend}-{label}-{step}", layer=layer, requests=requests, form=form)
-        for step, requests in STEPS.items()
-        if whole or step == "mixed"
-    ]
-    return [
-        Check(name=case.name, features=(f"attention by {backend}",), run=partial(check_backend, backend_class, case))
-        for case in cases
-    ], ()
+        return {}, ()
+    if refusals := backend_class.capabilities.refusals(layer, "cpu"):
+        return {}, tuple(refusal.code for refusal in refusals)
+    names = {step: f"{backend}-{label}-{step}" for step in steps}
+    return {name: Case(name=name, layer=layer, requests=STEPS[step], form=form) for step, name in names.items()}, ()
 
 
 def _layer_of(spec: KVCacheSpec, form: StateForm) -> LayerSpec | None:

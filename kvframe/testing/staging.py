@@ -9,32 +9,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvframe.attention.batch_metadata import StepBatch, build_metadata
-from kvframe.attention.layer import AttentionLayer
-from kvframe.attention.layers import Layers
 from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import HOST
-from kvframe.attention.storage import KVCacheStorage
-from kvframe.cache.manager import KVCacheManager
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.metadata import DEVICE_FIELDS, CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec, align_up
-from kvframe.planning.groups import group_layers
-from kvframe.planning.plan import plan_cache
-from kvframe.selection.choice import Candidate, Choice, Identity
-from kvframe.testing.case import Case, Learned
+from kvframe.testing.case import Case, Learned, Request
 from kvframe.testing.grid import formats_of, in_format, make_layer, make_masks, usual_head_size
 from kvframe.testing.laws import ConformanceError
+from kvframe.testing.runner import Content, Runner
 from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, SOFT_CAP, StateForm, form_of
-from kvframe.testing.step import attend_with_lse, check_output, conformance_options
 
 META = torch.device("meta")
 
@@ -58,19 +49,17 @@ STEPS: Mapping[str, tuple[Requests, bool]] = {
 }
 """Steps by name, and whether they are replayed, if the backend's steps can be captured."""
 
-MAX_LEN = 320
-
 
 class CopyCounter(TorchDispatchMode):
     """A torch mode that records the operations that copy tensors from the host to the device.
 
     Attributes:
-        found: Their names, in order.
+        names: Their names, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call ``func``, and record it if it reads a tensor of the host, and reads or makes one of the device."""
@@ -80,7 +69,7 @@ class CopyCounter(TorchDispatchMode):
         ]
         result_devices = [tensor.device.type for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
         if HOST.type in read_devices and META.type in read_devices + result_devices:
-            self.found.append(str(func))
+            self.names.append(str(func))
         return result
 
 
@@ -152,29 +141,14 @@ def _copies_of_a_step(
     is_replayed: bool,
 ) -> list[str] | None:
     """Run a step of all layers; return the operations that copied to the device."""
-    with_lse = backend_class.capabilities.returns_lse
-    grouping = group_layers(layers)
-    memory_bytes = 100 * sum(group.page_bytes for group in grouping.groups)
-    plan = plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_LEN)
-    views = KVCacheStorage(plan, grouping, META).views
-    attention = Layers(layers, [choose(layer, backend_class) for layer in layers], grouping, views, META)
-    cases = {layer.name: Case(name=layer.name, layer=layer, requests=(), form=form) for layer in layers}
-    learned = {name: Learned.draw(case, torch.Generator()).to(META) for name, case in cases.items()}
-    for name, tensors in learned.items():
-        attention[name].bind(tensors.parameters)
-    manager = KVCacheManager(plan, max_num_seqs=len(requests), prefix_caching=False)
-    for index, (num_computed, num_new) in enumerate(requests):
-        manager.start(str(index), [0] * MAX_LEN)
-        has_capacity = manager.extend(str(index), num_computed + num_new)
-        assert has_capacity
-    num_computed, query_lens = np.array(requests).T
-    batch = StepBatch(
-        rows=np.array([manager.row(str(index)) for index in range(len(requests))]),
-        num_computed=num_computed,
-        query_lens=query_lens,
-        generating_indices=np.cumsum(query_lens) - 1,
-    )
-    metadata, num_tokens = build_metadata(batch, manager.tables, HOST), int(query_lens.sum())
+    step = {str(index): Request(*request) for index, request in enumerate(requests)}
+    runner = Runner(backend_class, layers, [step], META)
+    cases = [Case(name=layer.name, layer=layer, requests=(*step.values(),), form=form) for layer in layers]
+    learned = {case.name: Learned.draw(case, torch.Generator()).to(META) for case in cases}
+    runner.bind({name: Content({}, tensors) for name, tensors in learned.items()})
+    runner.give_pages(step)
+    metadata, attention = runner.metadata(cases[0], step), runner.attention
+    num_tokens = sum(request.num_new for request in step.values())
     for group in attention.groups:
         _check_capture(group.builder, backend_class)
         _check_host_fields(group.builder, metadata[group.cache_group])
@@ -189,10 +163,10 @@ def _copies_of_a_step(
             attention.begin_step(metadata)
         else:
             attention.replay_step(captured, metadata, ())
-        for name, case in cases.items():
-            _attend(attention[name], views[name], case, learned[name], num_tokens, with_lse=with_lse)
-    found: list[str] = copies.found
-    return found
+        for case in cases:
+            _attend(runner, case, learned[case.name], num_tokens)
+    names: list[str] = copies.names
+    return names
 
 
 def _check_capture(builder: AttentionMetadataBuilder, backend_class: type[AttentionBackend]) -> None:
@@ -222,38 +196,19 @@ def _check_host_fields(builder: AttentionMetadataBuilder, common: CommonAttentio
             builder.build_together([(builder, attrs.evolve(common, **elsewhere))])
         except (RuntimeError, TypeError) as error:
             raise ConformanceError(f"{undeclared}: {error}") from error
-    if mixed.found:
-        raise ConformanceError(f"{undeclared}: {mixed.found[0]} mixes tensors of host and device")
+    if mixed.names:
+        raise ConformanceError(f"{undeclared}: {mixed.names[0]} mixes tensors of host and device")
 
 
-def _attend(
-    layer: AttentionLayer, kv_cache: KVCache, case: Case, learned: Learned, num_tokens: int, *, with_lse: bool
-) -> None:
+def _attend(runner: Runner, case: Case, learned: Learned, num_tokens: int) -> None:
     def draw(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=case.query_dtype, device=META)
 
-    query = draw(num_tokens, case.query.num_heads, case.query.head_size)
+    layer = runner.attention[case.layer.name]
     try:
-        output = layer(query, *case.form.draw(case.spec, num_tokens, draw), learned.sinks)
-        check_output(output, case, query)
-        if with_lse:
-            attend_with_lse(layer, kv_cache, query, learned.sinks, case)
+        layer.write(*case.form.draw(case.spec, num_tokens, draw), layer.kv_cache, layer.step.read)
+        runner.attend(case, draw(num_tokens, case.query.num_heads, case.query.head_size), learned)
     except (BackendError, ConformanceError) as error:
         if _is_of_torch(error):
             raise
         raise ConformanceError(f"{case.name}: {error}") from error
-
-
-def choose(layer: LayerSpec, backend_class: type[AttentionBackend]) -> Choice:
-    """Return the choice of a backend for a layer, without wrappers, with the kit's options."""
-    return Choice(
-        layer=layer.name,
-        wrappers=(),
-        wrapper_ids=(),
-        wrapped=layer,
-        backend=backend_class.__name__,
-        backend_class=backend_class,
-        backend_options=conformance_options(backend_class),
-        backend_id=Identity.of("", backend_class),
-        candidates=(Candidate(name=backend_class.__name__),),
-    )

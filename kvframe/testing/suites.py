@@ -26,7 +26,7 @@ from kvframe.contract.formats import KVFormat
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.plugins import load_plugins
-from kvframe.loading.registry import Catalogue, Registry
+from kvframe.loading.registry import Registry
 from kvframe.selection.chains import WrapperChain
 from kvframe.testing.backend_checks import backend_checks
 from kvframe.testing.case import Case
@@ -87,8 +87,7 @@ def find_part(part: Any, catalogue: str) -> tuple[str, Any]:
     """Return the name and the class of a part: a class, or a name that is registered in a catalogue."""
     if not isinstance(part, str):
         return "", part
-    found: Catalogue = _registry().catalogues[catalogue]
-    return part, found.load(part)
+    return part, _registry().catalogues[catalogue].load(part)
 
 
 def chains_of(*names: Sequence[str]) -> tuple[WrapperChain, ...]:
@@ -142,20 +141,9 @@ class BackendTests(KitTests):
     def make_checks(self, *, whole: bool) -> Checks:
         """Return the cases, those of other hosts, and the runs."""
         name, backend_class = find_part(self.backend, "backend")
-        return backend_checks(
-            backend_class,
-            name=name,
-            device=self.device,
-            runs_on=self.runs_on,
-            whole=whole or self.always_whole,
-            chains=self.chains,
-            formats=self.formats,
-            keeps=self.keeps,
-            together=self.together,
-            run_traits=self.run_traits,
-            run_kinds=self.run_kinds,
-            writes_out=self.writes_out,
-        )
+        names = ("device", "runs_on", "chains", "formats", "keeps", "together", "run_traits", "run_kinds", "writes_out")
+        choices = {name: getattr(self, name) for name in names}
+        return backend_checks(backend_class, name=name, whole=whole or self.always_whole, **choices)
 
 
 class SpecTests(KitTests):
@@ -178,15 +166,8 @@ class SpecTests(KitTests):
     def make_checks(self, *, whole: bool) -> Checks:
         """Return the laws, a plan, and attention by every backend."""
         name, spec_class = find_part(self.spec, "spec")
-        return spec_checks(
-            spec_class,
-            self.options,
-            name=name,
-            block_sizes=self.block_sizes,
-            max_tokens=self.max_tokens,
-            num_refused=self.num_refused,
-            whole=whole,
-        )
+        choices = {name: getattr(self, name) for name in ("block_sizes", "max_tokens", "num_refused")}
+        return spec_checks(spec_class, self.options, name=name, whole=whole, **choices)
 
 
 class OptionTests(KitTests):

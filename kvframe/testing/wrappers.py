@@ -114,10 +114,10 @@ def _of_another_host(name: str, metadata: CommonAttentionMetadata) -> Iterator[t
             generating_indices_cpu=None,
         ),
     )
-    most = metadata.block_table.shape[1] * metadata.block_size
-    longer = (metadata.seq_lens_cpu + 1).clamp_(max=most)
-    bounds = attrs.evolve(metadata, seq_lens_cpu=longer, max_seq_len=most, exact_lens=False)
-    yield f"{name}, with upper bounds of lengths", bounds
+    num_slots = metadata.block_table.shape[1] * metadata.block_size
+    bounds_of_lengths = (metadata.seq_lens_cpu + 1).clamp_(max=num_slots)
+    bounded = attrs.evolve(metadata, seq_lens_cpu=bounds_of_lengths, max_seq_len=num_slots, exact_lens=False)
+    yield f"{name}, with upper bounds of lengths", bounded
 
 
 def _open_axes(wrapper: MetadataWrapper) -> Sequence[Axis]:
@@ -207,10 +207,10 @@ def _check_devices(wrapper: MetadataWrapper, batch: str, metadata: CommonAttenti
     # Nothing on the device "meta" has values, so that no step runs there; only where tensors lie is compared.
     there = with_device_tensors(metadata, lambda tensor: torch.empty_like(tensor, device="meta"))
     try:
-        made = wrapper(there)
+        wrapped = wrapper(there)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise _failure(wrapper, batch, f"it mixes tensors of host and device: {error}") from error
-    for name, value in _values(made).items():
+    for name, value in _values(wrapped).items():
         if isinstance(value, torch.Tensor) and value.is_meta == name.endswith("_cpu"):
             place, other = ("device", "host") if value.is_meta else ("host", "device")
             raise _failure(wrapper, batch, f"it makes {name} on the {place}, and it belongs to the {other}")
@@ -223,11 +223,11 @@ def _check_extensions(
     metadata: CommonAttentionMetadata,
     wrapped: CommonAttentionMetadata,
 ) -> None:
-    for name, given in metadata.extensions.items():
-        use, found = wrapper.extensions[name], wrapped.extensions.get(name)
-        if use is FieldUse.CARRY and (found is None or found.values is not given.values):
+    for name, extension in metadata.extensions.items():
+        use, wrapped_extension = wrapper.extensions[name], wrapped.extensions.get(name)
+        if use is FieldUse.CARRY and (wrapped_extension is None or wrapped_extension.values is not extension.values):
             raise _failure(wrapper, batch, f"it declares to carry the extension {name!r} and returns another")
-        if use is FieldUse.RESET and found is given and wrapped is not metadata:
+        if use is FieldUse.RESET and wrapped_extension is extension and wrapped is not metadata:
             raise _failure(wrapper, batch, f"it declares to reset the extension {name!r} and returns it unchanged")
     added = set(wrapped.extensions) - set(metadata.extensions) - wrapper.added_extensions(layer)
     if added:
@@ -291,14 +291,20 @@ def _check_static_shapes(wrapper: MetadataWrapper, batches: Mapping[str, Sequenc
         "max_seq_len": max(step.max_seq_len for step in steps.values()),
     }
     # Graphs also run with fewer requests; the other rows then have no tokens.
-    fewer = {f"{name} but one": make_metadata(each[:-1], block_size) for name, each in batches.items() if len(each) > 1}
+    fewer = {
+        f"{name} but one": make_metadata(requests[:-1], block_size)
+        for name, requests in batches.items()
+        if len(requests) > 1
+    }
     shapes = {}
     for name, step in {**steps, **fewer}.items():
         padded = pad_metadata(step, **sizes)
         shapes[name] = _shapes(padded, apply_wrapper(wrapper, padded))
     (first, expected), *others = shapes.items()
-    for name, found in others:
-        _require_equal(wrapper, f"{name} at a graph's sizes", f"shapes differ from those of {first}", expected, found)
+    for name, wrapped_shapes in others:
+        _require_equal(
+            wrapper, f"{name} at a graph's sizes", f"shapes differ from those of {first}", expected, wrapped_shapes
+        )
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
@@ -306,30 +312,32 @@ def _check_static_shapes(wrapper: MetadataWrapper, batches: Mapping[str, Sequenc
 
 def _values(metadata: CommonAttentionMetadata, *, copy: bool = False) -> dict[str, Any]:
     """Return all values of the metadata by name; ``copy`` copies the tensors."""
-    found = {name: getattr(metadata, name) for name in _FIELDS}
+    values = {name: getattr(metadata, name) for name in _FIELDS}
     for name, extension in metadata.extensions.items():
-        found[f"extensions[{name!r}]"] = extension.values
-        found[f"extensions[{name!r}].values_cpu"] = extension.values_cpu
-    return {name: value.clone() if copy and isinstance(value, torch.Tensor) else value for name, value in found.items()}
+        values[f"extensions[{name!r}]"] = extension.values
+        values[f"extensions[{name!r}].values_cpu"] = extension.values_cpu
+    return {
+        name: value.clone() if copy and isinstance(value, torch.Tensor) else value for name, value in values.items()
+    }
 
 
 def _shapes(padded: CommonAttentionMetadata, wrapped: CommonAttentionMetadata) -> dict[str, Any]:
     """Return what must be equal in all steps that a graph serves: shapes, and which tensors are the batch's own."""
-    given, found = _values(padded), _values(wrapped)
-    tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    values_before, values_after = _values(padded), _values(wrapped)
+    tensors = {name: value for name, value in values_after.items() if isinstance(value, torch.Tensor)}
     return {
-        **{name: (value.shape, value is given.get(name)) for name, value in tensors.items()},
+        **{name: (value.shape, value is values_before.get(name)) for name, value in tensors.items()},
         "num_reqs": wrapped.num_reqs,
         "max_query_len": wrapped.max_query_len,
     }
 
 
 def _require_equal(
-    wrapper: MetadataWrapper, batch: str, message: str, expected: Mapping[str, Any], found: Mapping[str, Any]
+    wrapper: MetadataWrapper, batch: str, message: str, expected: Mapping[str, Any], actual: Mapping[str, Any]
 ) -> None:
-    different = sorted(expected.keys() ^ found.keys())
-    for name in expected.keys() & found.keys():
-        one, other = expected[name], found[name]
+    different = sorted(expected.keys() ^ actual.keys())
+    for name in expected.keys() & actual.keys():
+        one, other = expected[name], actual[name]
         tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         if not (torch.equal(one, other) if tensors else one == other):
             different.append(name)

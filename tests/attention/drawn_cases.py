@@ -20,8 +20,6 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract import AttentionBackend, Capabilities, KVFormat, LayerSpec, SpecError
 from kvframe.contract.formats import STATE_ALIGNMENT_BYTES, align_up
 from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.planning.groups import Grouping
-from kvframe.planning.plan import KVCachePlan
 from kvframe.selection.chains import WrapperChain
 from kvframe.testing.case import Case, Request
 from kvframe.testing.grid import SCALE, chain_refusals, in_format, make_layer, share_cache, usual_dtypes
@@ -220,7 +218,8 @@ def _draw_requests(
     query = layer.query
     reads_own_tokens = any((query.relative_bias, query.alibi_slopes, query.choice))
     is_cross = mask.sees_all and not reads_own_tokens and rng.random() < 0.4
-    causal = not is_cross and not (mask == type(mask)() and rng.random() < 0.1)
+    both_ways = mask == type(mask)() and rng.random() < 0.1 and capabilities.not_causal is None
+    causal = not is_cross and not both_ways
     in_ranges = mask.causal and causal and "ranges" in capabilities.masks and rng.random() < 0.3
     hides = "seq_starts" in capabilities.extensions and rng.random() < 0.25
     size, kind = layer.spec.block_size, rng.choice(("any", "any", "decodes", "prompts"))
@@ -260,9 +259,7 @@ class TightHost(OtherHost):
         super().__init__("tight")
         self._is_head_major = seed % 2 == 1
 
-    def begin(
-        self, case: Case, plan: KVCachePlan, grouping: Grouping, manager: KVCacheManager, device: torch.device
-    ) -> Memory:
+    def begin(self, case: Case, manager: KVCacheManager, device: torch.device) -> Memory:
         """Return memory for the null page and the pages that requests have, the state tensors one after the other."""
         ids = np.unique(manager.tables[0].ids)
         ids = ids[ids != 0]

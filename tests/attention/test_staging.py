@@ -204,7 +204,7 @@ def copies_of_a_step(
         )
         logits = runner.forward(batch, {"encoder": fresh} if fresh else {})
     assert (len(requests), 8) == logits.shape
-    found: list[str] = copies.found
+    found: list[str] = copies.names
     return found
 
 
@@ -329,7 +329,7 @@ class ServesNothing(TorchBackend):
         (AsksTheDevice, "AsksTheDevice on decodes, stored as plain, asks the device for a value"),
         (
             IsTooShort,
-            r"'IsTooShort' returned a tensor \[2, 4, 8\] of torch.float32 on meta for layer 'layers.0', and not",
+            r"layers.0: the output is \(2, 4, 8\), torch.float32, meta, not \(3, 4, 8\)",
         ),
         (CountsSteps, "CountsSteps on decodes of a graph, stored as plain, differs from what was captured: .*number"),
         (

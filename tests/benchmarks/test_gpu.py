@@ -10,21 +10,13 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from kvframe_torch.backend import TorchBackend
-from kvframe_triton.backend import TritonBackend
-from kvframe_triton.latents import TritonMLABackend
 from triton import knobs
 
 from benchmarks.attention import shapes
 from benchmarks.gpu import cases, engine, measure, steps, suite
-from kvframe import load_plugins
-from kvframe.attention.nested import host_tensors
-from kvframe.attention.staging import Staging
-from kvframe.contract.backend import AttentionBackend
 from tests.benchmarks.calling import RESULTS, ROOT, measured, page_of, record_of
 
 
@@ -66,23 +58,6 @@ def test_steps_are_measured_without_graphs_and_with_one() -> None:
     assert 2 == suite._steps(record).count("| `kvframe-cpu:cpu` |")
 
 
-class Wrong(TorchBackend):
-    def attend(self, *args: Any, **named: Any) -> torch.Tensor:
-        return 1.1 * super().attend(*args, **named)
-
-
-class Raising(TorchBackend):
-    def attend(self, *args: Any, **named: Any) -> torch.Tensor:
-        raise RuntimeError("no kernel")
-
-
-@pytest.mark.parametrize(("backend", "reason"), [(Wrong, "wrong"), (Raising, "RuntimeError: no kernel")])
-def test_what_computes_something_else_or_fails_is_not_timed(backend: type[TorchBackend], reason: str) -> None:
-    case = cases.TINY[0]
-    found = measure.measure(case, backend, load_plugins().registry, torch.device("cpu"))
-    assert (None, reason) == (found.seconds, found.reason)
-
-
 # --- what only a GPU times, on a CPU ----------------------------------------------------------------------------------
 
 
@@ -106,19 +81,6 @@ def test_the_kernel_of_states_is_measured_beside_plain_torch() -> None:
     )
     found = measure.measure_states(case, torch.device("cpu"))
     assert {"kernel": "", "plain torch": ""} == {name: each.reason for name, each in found.items()}
-
-
-@pytest.mark.parametrize("backend", [TorchBackend, TritonBackend, TritonMLABackend])
-def test_metadata_that_is_built_on_the_host_is_brought_to_the_device(backend: type[AttentionBackend]) -> None:
-    there = torch.device("meta")
-    case = cases.TINY[-1 if "latent" in backend.capabilities.state else 0]
-    layer = steps.make_layer(case, 16, load_plugins().registry)
-    builder = backend([layer], there).make_builder()
-    assert builder.on_host is not None
-    built = steps.build_on_device(
-        builder, steps.make_metadata([steps.Request(*request) for request in case.requests], 16), Staging(there)
-    )
-    assert not host_tensors(built)
 
 
 # --- the committed page -----------------------------------------------------------------------------------------------

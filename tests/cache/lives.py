@@ -37,6 +37,7 @@ from tests.cache.plans import (
     ranged,
     state,
 )
+from tests.support.engines import numbers_of, pool_of
 
 MAX_LEN, CHUNK, MAX_ENCODER_LEN, MOST_RUNNING = 40, 8, 9, 4
 MOST_GROUPS, LEAST_SLABS, MOST_SLABS = 5, 8, 80
@@ -214,7 +215,7 @@ class Lives:
         assert expected == self.manager.block_ids(name)
         if use_prefix and self.model.is_caching:
             least, possible = self.model.branches(life)
-            life.branch = self.manager._numbers.states[self.manager.row(name)].branch
+            life.branch = numbers_of(self.manager).states[self.manager.row(name)].branch
             assert life.branch in possible
             assert life.branch >= least
         self.running[name] = life
@@ -331,10 +332,10 @@ class Lives:
 
     def evict(self) -> None:
         """Evict a random cached page, or all of them, as if the pages were needed."""
-        pages = [page for page in self.manager.published() if self.manager._pool.is_cached(np.array(page[1:]))[0]]
+        pages = [page for page in self.manager.published() if pool_of(self.manager).is_cached(np.array(page[1:]))[0]]
         if pages:
             for _, page in self.draw.sample(pages, self.draw.choice([1, 1, len(pages)])):
-                if self.manager._pool.is_cached(np.array([page]))[0]:
+                if pool_of(self.manager).is_cached(np.array([page]))[0]:
                     evict(self.manager, page)
                     self.did("evict")
 

@@ -22,6 +22,7 @@ from kvframe.contract.specs import (
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.planning.rollback import RollbackSpec
+from tests.support.engines import numbers_of, pool_of
 
 
 @attrs.frozen(kw_only=True)
@@ -143,15 +144,15 @@ def make_plan(
 
 def evict(manager: KVCacheManager, page: int) -> None:
     """Evict a cached page."""
-    manager._pool.evict_blocks(np.array([page], dtype=np.int32))
+    pool_of(manager).evict_blocks(np.array([page], dtype=np.int32))
 
 
 def evict_all(manager: KVCacheManager) -> None:
     """Evict every cached page."""
     for group in range(len(manager.plan.groups)):
-        manager._pool.evict_first(group, manager._pool.num_cached)
+        pool_of(manager).evict_first(group, pool_of(manager).num_cached)
 
 
 def branch(manager: KVCacheManager, name: str) -> int:
     """Return the position at which a request's tokens differ from earlier ones."""
-    return manager._numbers.states[manager.row(name)].branch
+    return numbers_of(manager).states[manager.row(name)].branch

@@ -14,7 +14,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import KVCacheSpec
 from tests.cache.plans import full, make_plan, masked
 from tests.models.serving import TinyModel, ids
-from tests.support.engines import manager_of
+from tests.support.engines import manager_of, pool_of
 
 ONE_SIZE, TWO_SIZES = (full(),), (full(), masked(2, window=5))
 
@@ -41,47 +41,47 @@ def cached(pool: BlockPool) -> Any:
 
 
 def lose_a_free_page(manager: KVCacheManager) -> None:
-    manager._pool.free_list._num_free -= 1  # type: ignore[attr-defined]
+    pool_of(manager).free_list._num_free -= 1
 
 
 def list_a_free_page_twice(manager: KVCacheManager) -> None:
-    manager._pool.free_list.move_blocks(manager._pool.free_list.free_blocks()[:1], 0, -1, 0)
+    pool_of(manager).free_list.move_blocks(pool_of(manager).free_list.free_blocks()[:1], 0, -1, 0)
 
 
 def give_a_held_page(manager: KVCacheManager) -> None:
-    manager._pool.free_list.move_blocks(held(manager), 0, -1, 0)
+    pool_of(manager).free_list.move_blocks(held(manager), 0, -1, 0)
 
 
 def give_a_cached_page(manager: KVCacheManager) -> None:
-    manager._pool.free_list.move_blocks(cached(manager._pool), 0, -1, 0)
+    pool_of(manager).free_list.move_blocks(cached(pool_of(manager)), 0, -1, 0)
 
 
 def cache_a_held_page(manager: KVCacheManager) -> None:
-    manager._pool._state[manager._pool._places(held(manager))] = 1
+    pool_of(manager)._state[pool_of(manager)._places(held(manager))] = 1
 
 
 def hold_once_too_often(manager: KVCacheManager) -> None:
-    manager._pool._state[manager._pool._places(held(manager))] -= 1
+    pool_of(manager)._state[pool_of(manager)._places(held(manager))] -= 1
 
 
 def forget_an_owner(manager: KVCacheManager) -> None:
-    manager._pool._owner[:] = 0
+    pool_of(manager)._owner[:] = 0
 
 
 def own_a_free_page(manager: KVCacheManager) -> None:
-    manager._pool.publish_blocks(1, manager._pool.free_list.free_blocks()[:1], np.zeros(1, dtype=np.int32))
+    pool_of(manager).publish_blocks(1, pool_of(manager).free_list.free_blocks()[:1], np.zeros(1, dtype=np.int32))
 
 
 def miscount_the_cached(manager: KVCacheManager) -> None:
-    manager._pool.num_cached += 1
+    pool_of(manager).num_cached += 1
 
 
 def miscount_the_held(manager: KVCacheManager) -> None:
-    manager._pool.blocks_held[0] -= 1
+    pool_of(manager).blocks_held[0] -= 1
 
 
 def miscount_bytes(manager: KVCacheManager) -> None:
-    manager._pool.held_bytes -= 1
+    pool_of(manager).held_bytes -= 1
 
 
 def lose_a_row(manager: KVCacheManager) -> None:
@@ -121,7 +121,7 @@ def test_a_broken_pool_is_found(fault: Callable[[KVCacheManager], None], said: s
 def test_a_lost_slab_is_found() -> None:
     manager = make_manager(*TWO_SIZES)
     manager.audit()
-    manager._pool.free_list._free_slabs.pop()  # type: ignore[attr-defined]
+    pool_of(manager).free_list._free_slabs.pop()
     with pytest.raises(AssertionError, match=r"^idle slabs are miscounted$"):
         manager.audit()
 
@@ -134,7 +134,7 @@ def test_the_verb_that_breaks_the_cache_is_named(
     specs: tuple[KVCacheSpec, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = make_manager(*specs, audited=True)
-    monkeypatch.setattr(manager._pool, "release_blocks", lambda *_, **__: None)
+    monkeypatch.setattr(pool_of(manager), "release_blocks", lambda *_, **__: None)
     with pytest.raises(AssertionError, match=r"^the cache is broken after 'free': "):
         manager.free("here")
 
@@ -164,7 +164,7 @@ def test_many_rows_are_audited_at_once() -> None:
     manager = make_manager(*ONE_SIZE, audited=True)
     rows = np.array([manager.row("here")])
     assert manager.extend_rows(rows, np.array([20]))
-    manager._pool.blocks_held[0] += 1
+    pool_of(manager).blocks_held[0] += 1
     with pytest.raises(AssertionError, match=r"^the cache is broken after 'commit_rows': held pages are miscounted$"):
         manager.commit_rows(rows, np.array([10]))
 

@@ -21,6 +21,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.cache.plans import encoder, evict, evict_all, full, make_plan, masked, ranged, state
 from tests.support import managers
+from tests.support.engines import pool_of
 from tests.support.managers import compute, serve
 
 
@@ -43,7 +44,7 @@ def test_a_prefix_is_given_up_from_its_end() -> None:
     found = []
     for _ in range(16):
         found.append(manager.find([*tokens, 1]))
-        manager._pool.evict_first(0, 1)
+        pool_of(manager).evict_first(0, 1)
     assert list(range(64, 0, -4)) == found
     assert 0 == manager.find([*tokens, 1])
 
@@ -69,7 +70,7 @@ def test_a_branch_in_an_evicted_end_drops_the_tokens_after_it() -> None:
     manager = make_manager(full())
     tokens = list(range(64))
     serve(manager, tokens)
-    manager._pool.evict_first(0, 10)
+    pool_of(manager).evict_first(0, 10)
     assert 24 == serve(manager, [*tokens[:40], *range(100, 124)])
     assert [(0, 40), (40, 64)] == [(node.start, node.stop) for node in manager._cache.tree.walk()]
     assert [64, 40] == [manager.find([*tokens[:40], *range(100, 124), 1]), manager.find([*tokens, 1])]
@@ -87,9 +88,9 @@ def test_what_comes_after_a_lost_block_is_found_again_when_the_block_is_computed
     assert 40 == manager.start("a", [*shared, 1])
     page = manager.block_ids("a")[0][2]
     manager.free("a")
-    before = manager._pool.count_cached()
+    before = pool_of(manager).count_cached()
     evict(manager, page)
-    assert [before[0] - 1, before[1]] == manager._pool.count_cached()
+    assert [before[0] - 1, before[1]] == pool_of(manager).count_cached()
     assert [8, 8, 8] == [manager.find(tokens) for tokens in prompts]
     assert 8 == serve(manager, shared)
     assert [60, 60, 60] == [manager.find(tokens) for tokens in prompts]
@@ -141,7 +142,7 @@ def num_calls(work: Callable[[], None]) -> int:
 
 def cost_of_eviction(manager: KVCacheManager) -> float:
     """Return the most Python function calls for an eviction of one page, until no page is cached."""
-    most, pool = 0.0, manager._pool
+    most, pool = 0.0, pool_of(manager)
     while pool.num_cached:
         before = pool.num_cached
         # Of blocks that were released together, those of the last group are evicted first.
@@ -201,7 +202,7 @@ def test_a_lost_block_costs_the_continuations_that_need_it() -> None:
 def test_a_block_that_no_hit_can_need_is_not_kept(spec: KVCacheSpec) -> None:
     manager = make_manager(full(), spec)
     serve(manager, list(range(32)))
-    assert [8, 4 if spec.mask is not None and spec.mask.chunk else 0] == manager._pool.count_cached()
+    assert [8, 4 if spec.mask is not None and spec.mask.chunk else 0] == pool_of(manager).count_cached()
     assert 32 == manager.find([*range(32), 1])
 
 
@@ -212,9 +213,9 @@ def test_an_input_of_which_a_part_is_lost_is_evicted_in_all_groups() -> None:
     manager.commit("a", [1, 2], 2)
     page = manager.block_ids("a")[2][3]
     manager.free("a")
-    assert [0, 3, 5] == manager._pool.count_cached()
+    assert [0, 3, 5] == pool_of(manager).count_cached()
     evict(manager, page)
-    assert [0, 0, 0] == manager._pool.count_cached()
+    assert [0, 0, 0] == pool_of(manager).count_cached()
     manager.audit()
 
 
@@ -223,7 +224,7 @@ def test_blocks_that_end_together_nowhere_are_not_kept() -> None:
     manager = make_manager(masked(5, window=8), state(2**30), masked(3, window=8))
     serve(manager, list(range(40)))
     assert 0 == manager.find([*range(40), 1])
-    assert [0, 0, 0] == manager._pool.count_cached()
+    assert [0, 0, 0] == pool_of(manager).count_cached()
 
 
 def test_a_longer_unused_prefix_is_given_up_before_a_shorter_unused_one() -> None:
@@ -265,7 +266,7 @@ def test_after_a_reset_nothing_is_found_and_what_ran_publishes_nothing() -> None
     manager.commit("a", tokens, 30)
     manager.free("a")
     assert 0 == manager.find([*tokens, 1])
-    assert [0, 0] == manager._pool.count_cached()
+    assert [0, 0] == pool_of(manager).count_cached()
     assert 0 == serve(manager, tokens)
     assert 28 == manager.find([*tokens, 1])
 
@@ -352,10 +353,10 @@ def test_stale_entries_of_the_queues_are_left_out(monkeypatch: pytest.MonkeyPatc
     capacities = []
     for _ in range(40):
         serve(manager, list(range(30)))
-        capacities.append([len(order._block_ids) for order in manager._pool._orders])  # type: ignore[union-attr]
+        capacities.append([len(order._block_ids) for order in pool_of(manager)._orders])  # type: ignore[union-attr]
     assert capacities[4] == capacities[-1]
     evict_all(manager)
-    assert [0, 0] == manager._pool.count_cached()
+    assert [0, 0] == pool_of(manager).count_cached()
 
 
 @pytest.mark.parametrize("specs", [[full()], [full(), masked(window=9)]])

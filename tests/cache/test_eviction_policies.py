@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -20,11 +20,10 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import PluginError
 from kvframe.contract.eviction import LRU, MOST_USES, EvictionPolicy, ReleasedPages
 from kvframe.contract.specs import KVCacheSpec
-from kvframe.testing.eviction import check_policy
-from kvframe.testing.laws import ConformanceError
 from tests.cache.lives import Lives, Tally
 from tests.cache.plans import full, make_plan, masked
 from tests.cache.test_against_definition import SPECS
+from tests.support.engines import pool_of
 from tests.support.managers import serve
 
 BOUND = np.iinfo(np.int64)
@@ -372,45 +371,6 @@ def test_many_pages_that_are_taken_again_and_again_leave_few_entries(monkeypatch
     manager = KVCacheManager(plan, max_num_seqs=1, eviction=OftenUsedLast())
     for _ in range(60):
         serve(manager, list(range(30)))
-    pool: Any = manager._pool
-    assert sum(order._num_entries for order in pool._orders) <= 2 * (manager._pool.num_cached + 8) + 16
+    pool: Any = pool_of(manager)
+    assert sum(order._num_entries for order in pool._orders) <= 2 * (pool_of(manager).num_cached + 8) + 16
     assert len(pool.free_list._by_priority) <= 2 * manager.plan.num_slabs + 8
-
-
-# --- the kit ----------------------------------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class Formula(EvictionPolicy):
-    """Answers with the result of a given function."""
-
-    name = "formula"
-    says: Callable[[ReleasedPages], Any]
-
-    def priorities(self, pages: ReleasedPages) -> npt.NDArray[np.int64]:
-        return self.says(pages)  # type: ignore[no-any-return]
-
-
-def test_the_kit_passes_policies_that_keep_the_laws() -> None:
-    check_policy(LRU)
-    check_policy(Formula(lambda pages: pages.clock + np.minimum(pages.uses, 9) * pages.capacity))
-
-
-@pytest.mark.parametrize(
-    ("says", "law"),
-    [
-        (lambda pages: pages.clock, "form"),
-        (lambda pages: pages.uses + 0.5, "form"),
-        (lambda pages: pages.clock // len(pages.uses) + pages.uses * 0, "alone"),
-        (lambda pages: pages.clock + pages.uses * 2**62, "uses"),
-        (lambda pages: pages.uses[0] + pages.uses if len(pages.uses) else pages.uses, "alone"),
-        (lambda pages: pages.clock + np.arange(len(pages.uses)), "alone"),
-        (lambda pages: pages.clock - np.minimum(pages.uses, 9), "uses"),
-        (lambda pages: pages.uses - pages.clock, "age"),
-        (lambda pages: pages.uses * 1, "forgetting"),
-        (lambda pages: pages.clock + pages.uses * 2**30, "forgetting"),
-    ],
-)
-def test_the_kit_says_which_law_is_broken(says: Callable[[ReleasedPages], Any], law: str) -> None:
-    with pytest.raises(ConformanceError, match=f": {law}: "):
-        check_policy(Formula(says))

@@ -8,6 +8,7 @@ import pytest
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import KVCacheSpec
 from tests.cache.plans import encoder, evict_all, full, make_plan, masked, state
+from tests.support.engines import pool_of
 
 Copies = list[tuple[int, list[int], list[int]]]
 
@@ -197,7 +198,7 @@ def test_what_a_fork_passes_of_a_request_that_came_back_is_not_lost() -> None:
     manager.commit("one", tokens, 19)
     for name in ("one", "two", "three"):
         manager.free(name)
-    assert manager._pool.num_cached == len(set(manager.published()))
+    assert pool_of(manager).num_cached == len(set(manager.published()))
 
 
 def test_in_a_nearly_full_pool_pages_stay_findable_that_a_fork_holds() -> None:
@@ -207,7 +208,7 @@ def test_in_a_nearly_full_pool_pages_stay_findable_that_a_fork_holds() -> None:
     cache.fork("one", "two")
     cache.manager.start("other", [1] * 14)
     assert cache.manager.extend("other", 14)
-    assert not len(cache.manager._pool.free_list.free_blocks())
+    assert not len(pool_of(cache.manager).free_list.free_blocks())
     cache.tokens["one"] += [3] * 4
     for end in (12, 14):
         assert cache.compute("one", end)

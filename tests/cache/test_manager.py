@@ -13,6 +13,7 @@ from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.cache.plans import encoder, full, make_plan, masked, ranged, state
+from tests.support.engines import pool_of
 
 SPECS = st.one_of(
     st.builds(full, st.sampled_from([1, 2, 4]), st.integers(1, 3)),
@@ -76,8 +77,8 @@ def test_a_hit_is_the_longest_prefix_whose_live_ranges_are_held(
     for group, index in lost:
         if group < len(held) and index in held[group]:
             page = np.array([blocks[group][index]], dtype=np.int32)
-            if manager._pool.is_cached(page)[0]:
-                manager._pool.evict_blocks(page)
+            if pool_of(manager).is_cached(page)[0]:
+                pool_of(manager).evict_blocks(page)
             held[group].discard(index)
     alignment = math.lcm(*(group.block_size for group in plan.groups))
     expected = max(

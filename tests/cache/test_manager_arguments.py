@@ -16,6 +16,7 @@ from kvframe.contract.errors import KVFrameError, RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.cache.definition import HostCopies
 from tests.cache.plans import encoder, evict_all, full, make_plan, masked, ranged, state
+from tests.support.engines import numbers_of
 
 MAX_LEN, TOKENS = 30, [7] * 20
 PLANS: dict[str, tuple[KVCacheSpec, ...]] = {
@@ -71,7 +72,7 @@ def make_manager(kind: str) -> KVCacheManager:
 
 def snapshot(manager: KVCacheManager) -> Any:
     held = manager.num_held_pages, manager.num_free_rows, sorted(manager.published()), manager.stats
-    return manager.block_ids("running"), *held, manager._numbers.num_computed.tolist()
+    return manager.block_ids("running"), *held, numbers_of(manager).num_computed.tolist()
 
 
 def fetch_nothing(*arguments: Any) -> Any:
@@ -249,10 +250,10 @@ def test_an_audit_sees_pages_of_a_row_that_is_free() -> None:
     with pytest.raises(AssertionError, match="a row names a page after its last block"):
         manager.audit()
     manager.tables[0].ids[free, 0] = 0
-    manager._numbers.num_blocks[0, free] = 1
+    numbers_of(manager).num_blocks[0, free] = 1
     with pytest.raises(AssertionError, match="a free row has blocks or tokens"):
         manager.audit()
-    manager._numbers.num_blocks[0, free] = 0
+    numbers_of(manager).num_blocks[0, free] = 0
     manager.tables[0].ids[running, 6] = page
     with pytest.raises(AssertionError, match="a row names a page after its last block"):
         manager.audit()

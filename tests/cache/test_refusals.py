@@ -18,6 +18,7 @@ from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.cache.definition import HostCopies
 from tests.cache.plans import encoder, full, make_plan, masked, ranged, state
+from tests.support.engines import pool_of
 
 MAX_LEN, MAX_ENCODER_LEN, TOKENS = 30, 9, [7] * 20
 PLANS: dict[str, tuple[KVCacheSpec, ...]] = {
@@ -360,7 +361,7 @@ def test_what_a_row_passed_behind_a_token_that_is_none_is_let_go_of() -> None:
         manager.free(name)
     assert [20, 8] == [manager.find([token] * 24) for token in (1, 2)]
     # Cached blocks can be found, and evicted.
-    assert len([*manager.published()]) == manager._pool.num_cached
+    assert len([*manager.published()]) == pool_of(manager).num_cached
 
 
 def test_a_row_whose_tokens_are_replaced_by_none_leaves_nothing_behind() -> None:

@@ -21,6 +21,7 @@ from kvframe.planning.rollback import RollbackSpec
 from kvframe.testing.laws import ConformanceError, check_spec
 from tests.cache.plans import StateSpec, full, make_plan, rollback
 from tests.covering import few
+from tests.support.engines import pool_of
 
 CPU = torch.device("cpu")
 Blocks = tuple[tuple[int, int], ...]
@@ -256,10 +257,10 @@ def test_no_page_of_rollback_states_is_ever_found_and_no_hit_needs_one() -> None
     assert {0, 2} == {group for group, _ in manager.published()}
     manager.free("a")
     assert {0, 2} == {group for group, _ in manager.published()}
-    assert [5, 0, 5] == [manager._pool.count_cached()[group] for group in range(3)]
+    assert [5, 0, 5] == [pool_of(manager).count_cached()[group] for group in range(3)]
     assert 20 == manager.start("b", tokens)
     assert [[4], [], [0, 1, 2, 3, 4]] == resident(manager, "b")
-    assert (1, 0, 5) == tuple(manager._pool.blocks_held)
+    assert (1, 0, 5) == tuple(pool_of(manager).blocks_held)
     assert [1, 0, 5] == [np.count_nonzero(pages) for pages in manager.pin(tokens).blocks]
 
 

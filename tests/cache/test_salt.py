@@ -19,7 +19,7 @@ from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_embedding import Echo
 from tests.engine.test_scheduler import CountingCache, encoder, request, run, scheduler
 from tests.support.commands import run as run_command
-from tests.support.engines import manager_of
+from tests.support.engines import manager_of, requests_of, scheduler_of
 
 PROMPT = "the quick brown"
 SHORT = SamplingParams(max_new_tokens=3)
@@ -72,7 +72,7 @@ def test_a_request_that_was_preempted_is_still_of_its_salt() -> None:
         engine.generate([PROMPT], SHORT, cache_salt="a")
         request_id = engine.add_request(PROMPT, SHORT, cache_salt="b")
         engine.step()
-        engine._scheduler._preempt(engine._requests[request_id])
+        scheduler_of(engine)._preempt(requests_of(engine)[request_id])
         while engine.has_unfinished:
             engine.step()
         assert 0 == cached_tokens(engine)
@@ -90,7 +90,7 @@ def test_a_page_is_never_held_by_requests_of_two_salts(seed: int) -> None:
                 salts[engine.add_request(prompt, SamplingParams(max_new_tokens=5), cache_salt=salt)] = salt
             engine.step()
             owner: dict[int, str] = {}
-            for running in engine._scheduler.running:
+            for running in scheduler_of(engine).running:
                 for page in filter(None, manager_of(engine).block_ids(running.request_id)[0]):
                     assert salts[running.request_id] == owner.setdefault(page, salts[running.request_id])
 

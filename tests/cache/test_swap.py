@@ -32,7 +32,7 @@ from tests.cache.test_manager import SPECS
 from tests.covering import cover_values, few
 from tests.engine.test_scheduler_under_pressure import MAX_LEN, serve
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, Tokens, held_pages, ids
-from tests.support.engines import manager_of
+from tests.support.engines import manager_of, scheduler_of
 
 interpreted = pytest.mark.skipif(
     not knobs.runtime.interpret, reason="a CUDA device is there, and the pool is not on it"
@@ -392,10 +392,10 @@ def test_aborting_a_swapped_request_gives_its_host_memory_back(models: Any) -> N
     with tight_engine(models("gemma3_text"), **SWAP) as engine:
         for start in range(3):
             engine.add_request(ids(start, 30), SamplingParams(max_new_tokens=40))
-        while not any(request.is_swapped for request in engine._scheduler.waiting):
+        while not any(request.is_swapped for request in scheduler_of(engine).waiting):
             engine.step()
         assert manager_of(engine).stats.host_bytes_held > 0
-        for request in [request for request in engine._scheduler.waiting if request.is_swapped]:
+        for request in [request for request in scheduler_of(engine).waiting if request.is_swapped]:
             engine.abort(request.request_id)
         assert 0 == manager_of(engine).stats.host_bytes_held
         outputs: dict[str, RequestOutput] = {}

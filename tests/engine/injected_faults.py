@@ -17,6 +17,7 @@ from kvframe.cache.events import CacheEvent
 from kvframe.contract.errors import PlanError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
+from tests.support.engines import manager_of, runner_of, storage_of
 from tests.support.plugins import plugin
 
 KINDS: Mapping[str, str] = {
@@ -60,18 +61,18 @@ class Faults:
         self._armed: dict[str, int] = {}
         self._is_poisoning = False
         parts: Any = engine
-        for group in parts._runner._layers.groups:
+        for group in runner_of(parts)._layers.groups:
             group.backend.attend = self._before(group.backend.attend, "backend", "interrupt")
             group.backend.write_kv = self._spoiling_state(group.backend.write_kv)
-        parts._runner.forward = self._spoiling_logits(parts._runner.forward)
-        parts._manager.extend_rows = self._before(parts._manager.extend_rows, "books")
-        parts._manager.commit_rows = self._before(parts._manager.commit_rows, "books")
-        host_pages = parts._manager._swapper._host_pages
+        runner_of(parts).forward = self._spoiling_logits(runner_of(parts).forward)
+        manager_of(parts).extend_rows = self._before(manager_of(parts).extend_rows, "books")
+        manager_of(parts).commit_rows = self._before(manager_of(parts).commit_rows, "books")
+        host_pages = manager_of(parts)._swapper._host_pages
         if host_pages is not None:
             host_pages.copy_out = self._before(host_pages.copy_out, "swap")
             host_pages.copy_in = self._before(host_pages.copy_in, "swap")
-        parts._storage.fill = self._with_memory(parts._storage.fill)
-        parts._storage.reserve = self._before(parts._storage.reserve, "resize")
+        storage_of(parts).fill = self._with_memory(storage_of(parts).fill)
+        storage_of(parts).reserve = self._before(storage_of(parts).reserve, "resize")
         parts._advance = self._short_of_memory(parts._advance)
         Careless.strikes = lambda: self._strikes("shape")
         self._engine = engine

@@ -19,7 +19,7 @@ from kvframe.contract.description import LayerDescription, ModelDescription, Poo
 from kvframe.contract.errors import ModelError, RequestError
 from kvframe.contract.model import LoadedModel
 from tests.stacks import tables_of
-from tests.support.engines import held_pages
+from tests.support.engines import held_pages, requests_of, scheduler_of
 
 KV = {"num_kv_heads": 1, "head_size": 4}
 QUERY = {"num_heads": 1, "head_size": 4, "scale": 1.0}
@@ -292,7 +292,7 @@ def test_a_text_that_loses_its_blocks_half_way_is_not_pooled_twice(mode: str, pr
             request_id = embedder.add_request(text)
             for _ in range(num_steps):
                 assert [] == embedder.step()
-            embedder._scheduler._preempt(embedder._requests[request_id])
+            scheduler_of(embedder)._preempt(requests_of(embedder)[request_id])
             outputs = [output for _ in range(num_steps + 4) for output in embedder.step()]
             assert [pytest.approx(by_hand(text, mode))] == vectors(outputs)
             again = 0 if preemption == "swap" else 6 * num_steps

@@ -13,6 +13,7 @@ from kvframe_engine.requests.request import RequestOutput, SamplingParams
 
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError
 from tests.engine.scripted_model import MAX_MODEL_LEN, ScriptedModel
+from tests.support.engines import scheduler_of
 
 SCRIPT = "the quick brown fox jumps"
 
@@ -134,7 +135,7 @@ def test_a_request_that_has_nothing_new_is_not_reported_again() -> None:
         for _ in range(4):
             assert ["a", "b"] == [output.request_id for output in engine.step()]
         engine.reset_prefix_cache()
-        engine._scheduler.preempt_last()
+        scheduler_of(engine).preempt_last()
         # The five tokens of "b" have to be computed again, and the step has three left beside that of "a".
         assert ["a"] == [output.request_id for output in engine.step()]
 
@@ -154,7 +155,7 @@ def test_an_aborted_request_ends_at_once_and_the_others_go_on() -> None:
         engine.step()
         engine.abort("a")
         engine.abort("nobody")
-        assert 1 == len(engine._scheduler.running) + len(engine._scheduler.waiting)
+        assert 1 == len(scheduler_of(engine).running) + len(scheduler_of(engine).waiting)
         last: dict[str, RequestOutput] = {}
         while engine.has_unfinished:
             last |= {output.request_id: output for output in engine.step()}

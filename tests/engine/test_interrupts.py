@@ -25,7 +25,7 @@ from kvframe.cache.prefix_lookup import Pin
 from kvframe.contract.errors import RequestError
 from kvframe.contract.model import ModelIdentity
 from tests.engine.scripted_model import ScriptedModel
-from tests.support.engines import manager_of
+from tests.support.engines import manager_of, requests_of, scheduler_of
 
 SOURCES = tuple(str(Path(kvframe.__file__).parent / folder) for folder in ("engine", "cache"))
 SCRIPT = "the quick brown fox jumps over the lazy dog"
@@ -189,14 +189,14 @@ class User:
         manager_of(engine).audit()
         assert sum(pin.is_held for pin in self.pins) == len(manager_of(engine)._pins._pins)
         going_on = {name for name, sample in self.tokens.keys() - self.ends.keys()}
-        known = {request.asked_id for request in engine._requests.values()}
+        known = {request.asked_id for request in requests_of(engine).values()}
         assert engine._turns.is_closed or going_on <= known
         unknown = known - going_on
         # A stream's own request, whose id the user does not know.
         assert len(unknown) <= 1
         assert all(name.startswith("req-") for name in unknown)
-        unfinished = [request for request in engine._requests.values() if request.finish_reason is None]
-        scheduled = [*engine._scheduler.waiting, *engine._scheduler.running]
+        unfinished = [request for request in requests_of(engine).values() if request.finish_reason is None]
+        scheduled = [*scheduler_of(engine).waiting, *scheduler_of(engine).running]
         assert sorted(map(id, unfinished)) == sorted(map(id, scheduled))
 
 

@@ -21,7 +21,7 @@ from kvframe_transformers.testing import save_tiny
 from kvframe import Engine, Stack
 from kvframe.contract.errors import PrefixFileError
 from tests.models.serving import TinyModel, ids, make_stack
-from tests.support.engines import held_pages, manager_of
+from tests.support.engines import held_pages, manager_of, storage_of
 
 SYSTEM = ids(3, 37)
 
@@ -33,10 +33,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 def refusal(engine: Engine, path: Path) -> PrefixFileError:
     """Return why a file is refused, after a check that nothing changed and that the reason is one sentence."""
-    before = (set(manager_of(engine).published()), engine._storage.pool.clone(), manager_of(engine).stats)
+    before = (set(manager_of(engine).published()), storage_of(engine).pool.clone(), manager_of(engine).stats)
     with pytest.raises(PrefixFileError) as refused:
         engine.load_prefixes(path)
-    after = (set(manager_of(engine).published()), engine._storage.pool, manager_of(engine).stats)
+    after = (set(manager_of(engine).published()), storage_of(engine).pool, manager_of(engine).stats)
     assert before[0] == after[0]
     assert torch.equal(before[1], after[1])
     assert before[2] == after[2]

@@ -189,9 +189,9 @@ class Rows:
             wanted: The packed tokens.
             extensions: Further inputs of the step.
         """
-        rows = [self.engine._manager.row(str(index)) for index, _, _ in chunks]
+        rows = [manager_of(self.engine).row(str(index)) for index, _, _ in chunks]
         lens = [stop - start for _, start, stop in chunks]
-        found = self.engine._runner.forward(
+        found = runner_of(self.engine).forward(
             StepBatch(
                 rows=np.array(rows),
                 num_computed=np.array([start for _, start, _ in chunks]),

@@ -16,6 +16,7 @@ from kvframe import Embedder, Engine, SamplingParams
 from kvframe.contract.errors import EngineError, RequestError
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import TinyModel, make_stack
+from tests.support.engines import requests_of
 
 SCRIPT = "the quick brown fox jumps"
 ALWAYS_ANSWER = {"close", "default_params", "stats", "from_pretrained", "from_model"}
@@ -206,7 +207,7 @@ def test_what_waits_for_its_turn_is_done_when_the_running_one_ends() -> None:
 
 def assert_nothing_is_left(engine: Engine) -> None:
     assert not engine.has_unfinished
-    assert [] == list(engine._requests)
+    assert [] == list(requests_of(engine))
     assert 0 == sum(engine.stats().blocks_held)
 
 

@@ -16,7 +16,7 @@ from kvframe_transformers.testing import save_tiny
 from kvframe import Engine, RequestOutput, SamplingParams, Stack
 from kvframe.contract.errors import BackendError, ModelError, PlanError, StackError
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages, ids, make_stack
-from tests.support.engines import manager_of
+from tests.support.engines import manager_of, pool_of
 from tests.support.models import save_tokenizer, trained_tokenizer
 from tests.support.plugins import plugin
 
@@ -55,7 +55,7 @@ def assert_pool_as_before(engine: Engine) -> None:
     assert (0, 0.0) == (held_pages(engine), manager_of(engine).usage)
     assert engine.stack.limits.max_num_seqs == manager_of(engine).num_free_rows
     engine.reset_prefix_cache()
-    pool = manager_of(engine)._pool
+    pool = pool_of(manager_of(engine))
     assert (0, engine.plan.num_slabs) == (pool.num_cached, pool.num_idle_slabs)
     manager_of(engine).audit()
 

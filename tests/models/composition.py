@@ -28,7 +28,7 @@ from tests.models import by_content, encoder_decoder
 from tests.models.headed import save_headed
 from tests.models.kept_code import KeptCode
 from tests.models.serving import TinyModel, held_pages, ids, make_stack
-from tests.support.engines import runner_of
+from tests.support.engines import draft_of, runner_of
 from tests.support.plugins import plugin
 
 EQUAL, WRONG = "equal", "WRONG"
@@ -287,7 +287,7 @@ class Models:
             prompts: Any = PROMPTS
             if kind.family in WITH_ENCODER:
                 prompts = encoder_decoder.prompts(kind.family)[:4]
-            with self._compiled_if(cell, engine.model, engine._draft) as not_compiled:
+            with self._compiled_if(cell, engine.model, draft_of(engine)) as not_compiled:
                 served = [[each.token_ids for each in engine.generate(prompts, PARAMS)] for _ in range(2)]
             why = _not_done(engine, cell) or not_compiled()
             return served[0], why or ("" if served[0] == served[1] else "tokens, the second time")

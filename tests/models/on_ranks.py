@@ -35,7 +35,7 @@ from kvframe.contract.errors import EngineError, KVFrameError
 from tests.loading.fake_distributions import FakeSite
 from tests.models.knowing import ANSWERS, Knowing
 from tests.models.serving import GREEDY, PROMPTS, held_pages, make_stack
-from tests.support.engines import runner_of
+from tests.support.engines import requests_of, runner_of, scheduler_of
 from tests.support.plugins import plugin
 
 Result = dict[str, Any]
@@ -186,7 +186,7 @@ def draft_of(engine: Engine) -> Result:
     plain = engine.generate(PROMPTS, GREEDY)
     ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in plain]
     drafted = engine.generate(PROMPTS, GREEDY)
-    drafting: Any = engine._scheduler._drafting
+    drafting: Any = scheduler_of(engine)._drafting
     return {
         "plain": tokens_of(plain),
         "drafted": tokens_of(drafted),
@@ -213,7 +213,7 @@ def draft_from_hidden_states(folder: Path) -> Result:
     with engine_of(
         folder / "llama", plugins=[plugin("reading_plugin", proposers={"reading": Reading})], drafts=drafts, **options
     ) as engine:
-        drafting: Any = engine._scheduler._drafting
+        drafting: Any = scheduler_of(engine)._drafting
         return {**draft_of(engine), "missing": drafting._proposer.num_missing}
 
 
@@ -575,7 +575,7 @@ def fail_on_rank_0(folder: Path) -> Result:
             engine.add_request(prompt, GREEDY)
         for _ in range(3):
             engine.step()
-        requests = list(engine._requests.values())
+        requests = list(requests_of(engine).values())
         _break_attention()
         try:
             engine.step()

@@ -29,7 +29,7 @@ from tests.models import encoder_decoder
 from tests.models.serving import NUM_NEW_TOKENS, PROMPTS, TinyModel, held_pages, make_stack
 from tests.support.commands import run, run_json
 from tests.support.drafts import generated, models_with, shown
-from tests.support.engines import runner_of
+from tests.support.engines import draft_of, runner_of
 from tests.support.plugins import plugin
 
 OTHERS = (
@@ -350,7 +350,7 @@ def test_a_draft_model_that_fails_is_set_aside(
     for failing_call, kind in ((1, SystemExit), (2, KeyboardInterrupt), (5, RuntimeError)):
         caplog.clear()
         with model.engine(drafts=by(model.path)) as engine:
-            draft, calls = engine._draft, []
+            draft, calls = draft_of(engine), []
             assert draft is not None
             forward = draft.forward
 
@@ -416,7 +416,7 @@ def test_a_wrong_choice_is_refused_in_one_sentence(models: Models, drafts: Any, 
 def test_a_closed_engine_gives_its_draft_model_free(models: Models) -> None:
     model = models("llama")
     with model.engine(drafts=by(model.path)) as engine:
-        draft = engine._draft
+        draft = draft_of(engine)
     assert draft is not None
     with attrs.evolve(model, loaded=draft).engine() as engine:
         assert 1 == len(engine.generate(PROMPTS[:1], greedy(model)))

@@ -34,7 +34,7 @@ from tests.models.encoder_decoder import (
 )
 from tests.models.serving import TinyModel, held_pages, ids
 from tests.support.commands import run, run_json
-from tests.support.engines import manager_of, runner_of
+from tests.support.engines import manager_of, pool_of, runner_of, scheduler_of
 from tests.support.models import save_tokenizer, trained_tokenizer
 
 NUM_NEW_TOKENS = 8
@@ -208,7 +208,7 @@ def test_ten_requests_with_one_input_encode_it_once_and_hold_its_blocks_once(mod
         held = set()
         while engine.has_unfinished:
             tokens |= {output.request_id: output.token_ids for output in engine.step()}
-            if len(engine._scheduler.running) == 10:
+            if len(scheduler_of(engine).running) == 10:
                 held.add(engine.stats().blocks_held)
         own = [10] * len(engine.plan.groups)
         own[cross_group(engine)] = -(-num_tokens // BLOCK)
@@ -304,7 +304,7 @@ def test_a_step_encodes_no_more_new_tokens_than_it_computes_unless_one_input_has
 def assert_pool_as_before(engine: Engine) -> None:
     assert 0 == held_pages(engine)
     engine.reset_prefix_cache()
-    pool = manager_of(engine)._pool
+    pool = pool_of(manager_of(engine))
     assert (0, engine.plan.num_slabs) == (pool.num_cached, pool.num_idle_slabs)
 
 

@@ -14,6 +14,7 @@ from kvframe.builtin.torch_reference import TorchReferenceBackend
 from tests.covering import cover_pairs, cover_values, few, keep
 from tests.models.serving import PROMPTS, ids, served
 from tests.support.commands import run_json
+from tests.support.engines import storage_of
 
 # --- equal to generate() ----------------------------------------------------------------------------------------------
 
@@ -150,11 +151,11 @@ def test_plan_states_the_allocation_of_a_run_to_the_byte(
     planned = run_json(*command)
     with model.engine(**options) as engine:
         assert planned["total_bytes"] == engine.stats().cache_bytes
-        assert planned["total_bytes"] == engine._storage.pool.untyped_storage().nbytes()
+        assert planned["total_bytes"] == storage_of(engine).pool.untyped_storage().nbytes()
         for group, entry in zip(engine.plan.groups, planned["groups"], strict=True):
-            tensors = [tensor for layer in group.layers for tensor in engine._storage.views[layer].values()]
+            tensors = [tensor for layer in group.layers for tensor in storage_of(engine).views[layer].values()]
             assert entry["page_bytes"] == sum(tensor[0].numel() * tensor.itemsize for tensor in tensors)
-            assert {engine._storage.pool.data_ptr()} == {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            assert {storage_of(engine).pool.data_ptr()} == {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def test_a_request_longer_than_half_the_model_is_served(models: Any) -> None:

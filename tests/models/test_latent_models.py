@@ -13,6 +13,7 @@ from kvframe_mla.cost import Cost
 from kvframe.contract.errors import ModelError
 from tests.covering import cover_pairs, few
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids, served
+from tests.support.engines import storage_of
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "minicpm3")
 LATENT, ROPE, LAYERS = 16, 8, 3
@@ -66,7 +67,7 @@ def test_a_token_takes_its_latent_and_its_rotated_part_in_every_layer(models: An
     with models(family).engine(block_size=16) as engine:
         (group,) = engine.plan.groups
         assert (LAYERS, LAYERS * (LATENT + ROPE) * 4) == (len(group.layers), group.page_bytes // 16)
-        (shape,) = {tuple(tensor.shape[1:]) for views in engine._storage.views.values() for tensor in views.values()}
+        (shape,) = {tuple(tensor.shape[1:]) for views in storage_of(engine).views.values() for tensor in views.values()}
         assert (16, LATENT + ROPE) == shape
 
 

@@ -20,6 +20,7 @@ from tests.models.encoder_decoder import prompts as encoder_prompts
 from tests.models.mixtures import dense_tokens, save_mixture
 from tests.models.serving import GREEDY, NUM_NEW_TOKENS, PROMPTS, TinyModel, Tokens, held_pages, ids, served
 from tests.support.commands import run_json
+from tests.support.engines import storage_of
 
 MIXTURES = {
     "each": ("full", "window", "chunk", "mamba2", "latent"),
@@ -71,7 +72,7 @@ def test_plan_states_the_allocation_to_the_byte_and_wastes_little(models: Any, m
     with model.engine() as engine:
         assert planned["total_bytes"] == engine.stats().cache_bytes
         for group, entry in zip(engine.plan.groups, planned["groups"], strict=True):
-            tensors = [tensor for layer in group.layers for tensor in engine._storage.views[layer].values()]
+            tensors = [tensor for layer in group.layers for tensor in storage_of(engine).views[layer].values()]
             assert entry["page_bytes"] == sum(tensor[0].numel() * tensor.itemsize for tensor in tensors)
 
 

@@ -18,7 +18,7 @@ from kvframe import Embedder, Engine, Prompt, SamplingParams, Stack
 from kvframe.contract import EngineError, ModelError, RequestError
 from tests.covering import cover_pairs, cover_values, few, keep
 from tests.models.serving import GREEDY, PROMPTS, ids
-from tests.support.engines import runner_of
+from tests.support.engines import runner_of, scheduler_of
 
 STACK = Stack.from_mapping({"cache": {"memory": "2MiB"}, "limits": {"max_num_batched_tokens": 64}})
 PROMPT = ids(3, 24)
@@ -91,7 +91,7 @@ def test_nothing_of_the_old_weights_is_used_after_they_changed(family: str, pree
         for _ in range(4):
             outputs = engine.step()
         before = {output.request_id: output.token_ids for output in outputs}
-        engine._scheduler.preempt_last()
+        scheduler_of(engine).preempt_last()
         change_weights(model)
         engine.weights_changed()
         rest = {
@@ -280,7 +280,7 @@ def test_another_word_for_running_requests_is_refused(tmp_path: Path) -> None:
         wrong: Any = "restart"
         with pytest.raises(RequestError, match='must be "recompute" or "fail", not'):
             engine.weights_changed(running=wrong)
-        assert 1 == len(engine._scheduler.running)
+        assert 1 == len(scheduler_of(engine).running)
     with pytest.raises(EngineError, match="the engine is closed"):
         engine.weights_changed()
 

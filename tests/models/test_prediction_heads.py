@@ -46,7 +46,7 @@ from tests.models.headed import HEADED, Reference, save_headed
 from tests.models.serving import PROMPTS, TinyModel, held_pages
 from tests.support.commands import run
 from tests.support.drafts import generated, shown
-from tests.support.engines import runner_of
+from tests.support.engines import draft_of, runner_of
 from tests.support.plugins import plugin
 
 MODELS = {"deepseek_v3": 2, "glm4_moe": 3, "mellum": 1}
@@ -292,7 +292,7 @@ def test_heads_run_from_graphs_and_compiled_beside_a_model_that_does(models: Mod
     ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
     CONTINUED.clear()
     with headed.model.engine(drafts="meddling", graphs=(4, 8)) as engine:
-        heads, runner = cast(TransformersHeads, engine._draft), cast(TokenRunner, runner_of(engine))
+        heads, runner = cast(TransformersHeads, draft_of(engine)), cast(TokenRunner, runner_of(engine))
         if family == "glm4_moe":
             engine.model.compile("eager")
             heads.compile("eager")
@@ -324,7 +324,7 @@ def test_the_stack_lets_the_heads_be_compiled_too(models: Models, monkeypatch: p
     CONTINUED.clear()
     with headed.model.engine(drafts="meddling", compile=True) as engine:
         engine.generate(SOME, GREEDY)
-        heads = cast(TransformersHeads, engine._draft)
+        heads = cast(TransformersHeads, draft_of(engine))
         assert [(1, 0)] == [(each.num_graphs, each.num_graph_breaks) for each in heads.compiled_heads]
     check_drafts(headed.reference)
 
@@ -348,7 +348,7 @@ def test_heads_are_told_of_new_weights_too(models: Models, monkeypatch: pytest.M
     with models("deepseek_v3").model.engine(drafts="meddling") as engine:
         monkeypatch.setattr(TransformersHeads, "weights_changed", lambda heads: told.append(heads))
         engine.weights_changed()
-        assert [engine._draft] == told
+        assert [draft_of(engine)] == told
 
 
 class DecodesFirst(TorchBackend):
@@ -414,7 +414,7 @@ def test_a_single_head_computes_each_token_once(tmp_path: Path, monkeypatch: pyt
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     counts: list[int] = []
     with load(tmp_path).engine(drafts="mtp", max_num_batched_tokens=40) as engine:
-        heads: Any = engine._draft
+        heads: Any = draft_of(engine)
         forward = heads.forward_head
 
         def counting(head: int, input_ids: torch.Tensor, *inputs: Any) -> Any:
@@ -527,7 +527,7 @@ def test_heads_that_fail_are_set_aside(
     for failing_call, kind in ((1, SystemExit), (4, GeneratorExit), (9, RuntimeError)):
         caplog.clear()
         with model.engine(drafts="mtp") as engine:
-            heads: Any = engine._draft
+            heads: Any = draft_of(engine)
             forward, calls = heads.forward_head, []
 
             def fail(*inputs: Any, at: int = failing_call, forward: Any = forward, calls: Any = calls) -> Any:
@@ -551,7 +551,7 @@ def test_a_request_whose_logits_are_not_numbers_is_not_continued_by_later_heads(
     headed = models("glm4_moe")
     CONTINUED.clear()
     with headed.model.engine(drafts="meddling") as engine:
-        heads = cast(TransformersHeads, engine._draft)
+        heads = cast(TransformersHeads, draft_of(engine))
         forward = heads.forward_head
 
         def fail(head: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

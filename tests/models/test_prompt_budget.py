@@ -16,6 +16,7 @@ from kvframe_ngram.proposer import NgramProposer
 from kvframe import Engine, SamplingParams, load_plugins
 from kvframe.contract import DraftRequest
 from tests.models.serving import GREEDY, NUM_NEW_TOKENS, PROMPTS, TinyModel, Tokens, held_pages, ids, served
+from tests.support.engines import scheduler_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "by_content"
 NGRAM = {"name": "ngram", "max_drafts": 3, "min_match": 1, "shared_tokens": 1000}
@@ -120,7 +121,7 @@ def test_a_request_that_is_preempted_after_each_token_chooses_the_same(model: Se
         for output in engine.stream(PROMPTS[3], GREEDY):
             tokens += output.new_token_ids
             if output.finish_reason is None:
-                engine._scheduler.preempt_last()
+                scheduler_of(engine).preempt_last()
         assert model.tokens[3] == tuple(tokens)
         # Between the prompt's last token and the choice, the request cannot be swapped.
         assert engine.stats().swaps == (NUM_NEW_TOKENS - 2 if preemption == "swap" else 0)

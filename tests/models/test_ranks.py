@@ -20,7 +20,7 @@ from tests.models.by_content import save as save_by_content
 from tests.models.headed import save_headed
 from tests.models.serving import PROMPTS, TinyModel
 from tests.programs import python_in_forks, run_program
-from tests.support.engines import runner_of
+from tests.support.engines import runner_of, storage_of
 
 FAMILIES = ("llama", "gemma3_text", "mixtral", "bert", "eurobert", "deepseek_v2", "mamba2")
 
@@ -258,5 +258,5 @@ def test_a_process_that_is_alone_has_no_ranks(folder: Path) -> None:
     model = TinyModel.save(folder / "alone", "llama")
     with model.engine() as engine:
         assert engine._ranks is None
-        assert type(engine._storage).__name__ == "KVCacheStorage"
+        assert type(storage_of(engine)).__name__ == "KVCacheStorage"
         assert runner_of(engine).compute == runner_of(engine)._compute

@@ -17,7 +17,7 @@ from kvframe.contract.errors import ModelError
 from kvframe.contract.state import StateRound, StateRun
 from tests.covering import cover_values, few
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids, served
-from tests.support.engines import manager_of
+from tests.support.engines import manager_of, scheduler_of, storage_of
 
 ALL = pytest.mark.parametrize("family", few(4, STATE_FAMILIES))
 HYBRID_FAMILIES = [family for family in STATE_FAMILIES if family not in ("mamba", "mamba2")]
@@ -125,7 +125,7 @@ def test_a_bfloat16_model_passes_the_self_check_and_keeps_the_scans_state_in_flo
             for group in engine.plan.groups
             if group.spec.kind == "mamba"
             for layer in group.layers
-            for name, tensor in engine._storage.views[layer].items()
+            for name, tensor in storage_of(engine).views[layer].items()
         }
     assert {("conv_0", torch.bfloat16)} | ({("recurrent_0", torch.float32)} if family != "lfm2" else set()) == kept
 
@@ -261,7 +261,7 @@ def test_as_many_requests_run_as_fit_while_all_but_one_generate(models: Any) -> 
         most = 0
         while engine.has_unfinished:
             engine.step()
-            most = max(most, len(engine._scheduler.running))
+            most = max(most, len(scheduler_of(engine).running))
         assert most >= 2
         assert 0 == engine.stats().preemptions
 
@@ -304,7 +304,7 @@ def test_a_shared_state_is_continued_in_pages_of_ones_own(models: Any, family: s
                 for group in groups
                 for page in filter(None, pages[group.index])
                 for layer in group.layers
-                for tensor in engine._storage.views[layer].values()
+                for tensor in storage_of(engine).views[layer].values()
             ]
 
         before = shared_bytes()

@@ -503,7 +503,7 @@ class RefreshesNothing(PlainBackend):
         return self.Builder()
 
 
-@shown_by("another field is refreshed than is declared", "full-block=1-prefill", "its builder refreshes")
+@shown_by("another field is refreshed than is declared", "full-block=1-prefill", "refreshed_fields returned")
 class RefreshesAnotherField(PlainBackend):
     class Builder(PlainBuilder):
         def refreshed_fields(self, built: Built, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:

@@ -26,6 +26,7 @@ from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import dense_attention, visible_tokens
 from kvframe.testing.state import GridSpec
 from kvframe.testing.suites import BackendTests
+from tests.testing.mutant_backends import MISTAKES
 
 
 def case_of(backend: type[AttentionBackend], name: str) -> Case:
@@ -199,64 +200,6 @@ def test_a_query_sees_what_is_live_and_itself() -> None:
 # --- the kit finds bugs -----------------------------------------------------------------------------------------------
 
 
-class Wrong(TorchReferenceBackend):
-    """The reference with one bug, in the layer or the tensors that it uses."""
-
-    def layer_used(self, layer: LayerSpec) -> LayerSpec:
-        return layer
-
-    def metadata_used(self, metadata: Any) -> Any:
-        return metadata
-
-    def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
-    ) -> torch.Tensor:
-        return super().attend(self.layer_used(layer), query, kv_cache, self.metadata_used(metadata), **named)
-
-
-class WindowTooLong(Wrong):
-    def layer_used(self, layer: LayerSpec) -> LayerSpec:
-        assert isinstance(layer.spec, GridSpec)
-        window = layer.spec.window
-        return attrs.evolve(layer, spec=attrs.evolve(layer.spec, window=None if window is None else window + 1))
-
-
-class WindowTooShort(Wrong):
-    def layer_used(self, layer: LayerSpec) -> LayerSpec:
-        assert isinstance(layer.spec, GridSpec)
-        window = layer.spec.window
-        return attrs.evolve(layer, spec=attrs.evolve(layer.spec, window=None if window is None else window - 1))
-
-
-class OwnScale(Wrong):
-    def layer_used(self, layer: LayerSpec) -> LayerSpec:
-        assert layer.query is not None
-        return attrs.evolve(layer, query=attrs.evolve(layer.query, scale=layer.query.head_size**-0.5))
-
-
-class NoSoftCap(Wrong):
-    def layer_used(self, layer: LayerSpec) -> LayerSpec:
-        assert layer.query is not None
-        return attrs.evolve(layer, query=attrs.evolve(layer.query, soft_cap=None))
-
-
-class NoLearnedSinks(TorchReferenceBackend):
-    def attend(self, *arguments: Any, sinks: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
-        return super().attend(*arguments, **named)
-
-
-class NoRelativeBias(Wrong):
-    def layer_used(self, layer: LayerSpec) -> LayerSpec:
-        assert layer.query is not None
-        return attrs.evolve(layer, query=attrs.evolve(layer.query, relative_bias=None))
-
-
-class NoAlibi(Wrong):
-    def layer_used(self, layer: LayerSpec) -> LayerSpec:
-        assert layer.query is not None
-        return attrs.evolve(layer, query=attrs.evolve(layer.query, alibi_slopes=None))
-
-
 class SeesItself(TorchReferenceBackend):
     """Assumes that a query's own key is in the cache."""
 
@@ -268,59 +211,18 @@ class SeesItself(TorchReferenceBackend):
         return super().attend(layer, query, kv_cache, longer, **named)
 
 
-class AlwaysCausal(Wrong):
-    def metadata_used(self, metadata: Any) -> Any:
-        return attrs.evolve(metadata, causal=True)
-
-
-class PagesInOrder(Wrong):
-    def metadata_used(self, metadata: Any) -> Any:
-        table = metadata.block_table
-        step = table[0, 1] - table[0, 0]
-        return attrs.evolve(metadata, block_table=table[:, :1] + step * torch.arange(table.shape[1]))
-
-
-class HalfPrecision(Wrong):
-    def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
-    ) -> torch.Tensor:
-        return super().attend(layer, query.bfloat16(), kv_cache, metadata, **named).to(query.dtype)
-
-
-class WritesTheBlockTable(Wrong):
-    def metadata_used(self, metadata: Any) -> Any:
-        metadata.block_table[0, -1] = 7
-        return metadata
-
-
-class DropsAnOutput(Wrong):
-    def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
-    ) -> torch.Tensor:
-        return super().attend(layer, query, kv_cache, metadata, **named)[:-1]
+LONG, SHORT = MISTAKES["a window is one token too long"][0], MISTAKES["a window is one token too short"][0]
 
 
 @pytest.mark.parametrize(
     ("backend", "name", "message"),
     [
-        (WindowTooLong, "window=5-block=1-decode", r"wrong, .*NaN is state that is not live"),
-        (WindowTooLong, "window=5-block=16-decode", r"wrong, .*NaN is state that is not live"),
-        (WindowTooLong, "window=5-block=16-prefill", r"wrong, the first at position 5 of request 0"),
-        (WindowTooShort, "window=5-block=16-decode", r"4 of 5 queries are wrong"),
-        (OwnScale, "full-block=16-mixed", "wrong"),
-        (NoSoftCap, "full-soft_cap-decode", "wrong"),
-        (NoLearnedSinks, "full-learned_sinks-decode", "5 of 5 queries are wrong"),
-        (NoRelativeBias, "full-relative_bias-mixed", "wrong"),
-        (NoAlibi, "full-alibi-mixed", "wrong"),
-        (NoAlibi, "bidirectional-alibi-prefill", "wrong"),
-        (NoRelativeBias, "bidirectional-relative_bias_both_ways-prefill", "wrong"),
-        (AlwaysCausal, "full-block=16-extend-not_causal", "wrong"),
+        (LONG, "window=5-block=1-decode", r"wrong, .*NaN is state that is not live"),
+        (LONG, "window=5-block=16-prefill", r"wrong, the first at position 5 of request 0"),
+        (SHORT, "window=5-block=16-decode", r"4 of 5 queries are wrong"),
+        (MISTAKES["it computes in half precision"][0], "full-block=16-decode", r"wrong, .* by .* is allowed$"),
         (SeesItself, "bidirectional-block=16-cross_mixed", r"wrong, .*NaN is state that is not live"),
         (SeesItself, "full-block=16-cross_decode-padded-not_causal", r"wrong, .*at position 0 of request 0"),
-        (PagesInOrder, "full-block=16-uneven", "wrong"),
-        (HalfPrecision, "full-block=16-decode", r"wrong, .* by .* is allowed$"),
-        (WritesTheBlockTable, "full-block=16-mixed", "it wrote to the cache, the query or the batch metadata"),
-        (DropsAnOutput, "full-block=16-mixed", r"the output is \(28, 4, 8\), torch.float32, cpu, not \(29, 4, 8\)"),
     ],
 )
 def test_the_kit_says_what_a_wrong_backend_got_wrong(backend: type[AttentionBackend], name: str, message: str) -> None:

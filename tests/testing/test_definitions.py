@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.contract import BackendError, BatchOrder, EntryStep, LayerSpec, QuerySpec
+from kvframe.contract import BatchOrder, EntryStep, LayerSpec, QuerySpec
 from kvframe.testing.definitions import check_definition, find_wrong
 from kvframe.testing.laws import ConformanceError
 
@@ -156,5 +156,5 @@ def test_a_backend_of_entries_asks_for_no_order(example: Callable[[str], tuple[A
             builder.batch_order = BatchOrder()
             return builder
 
-    with pytest.raises(BackendError, match="reads entries, and its builder asks for an order of requests"):
+    with pytest.raises(ConformanceError, match="reads entries, and its builder asks for an order of requests"):
         check_definition(Ordered, spec)

@@ -111,6 +111,18 @@ class Raises(Halves):
         raise KeyError("codes")
 
 
+class WritesTheCache(Halves):
+    def read(self, kv_cache: Any, block_ids: Any, out: Any) -> None:
+        super().read(kv_cache, block_ids, out)
+        kv_cache["k"].zero_()
+
+
+class KeysForValues(Halves):
+    def read(self, kv_cache: Any, block_ids: Any, out: Any) -> None:
+        super().read(kv_cache, block_ids, out)
+        out["v"].copy_(out["k"][..., : out["v"].shape[-1]])
+
+
 class OtherShape(Halves):
     def read(self, kv_cache: Any, block_ids: Any, out: Any) -> None:
         out["k"].copy_(kv_cache["k"].index_select(0, block_ids)[..., :-1])
@@ -182,6 +194,8 @@ def test_formats_that_keep_the_laws_pass(kv_format: KVFormat) -> None:
         (WritesKeys, "zero_ writes to a tensor that others read too"),
         (WritesSlots, "zero_ writes to a tensor that others read too"),
         (Raises, r"read\(\) raises KeyError: 'codes'"),
+        (WritesTheCache, "zero_ writes to a tensor that others read too"),
+        (KeysForValues, "v of torch.float32 is read back with an error of .* of the largest element"),
         (OtherShape, r"read\(\) raises RuntimeError: The size of tensor a \(16\) must match"),
         (Resizes, r"read\(\) changes the shape of out"),
         (OtherTensors, r"k of torch.float32 is read back with an error of .* of the largest element"),

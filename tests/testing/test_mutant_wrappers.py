@@ -11,10 +11,17 @@ import torch
 from kvframe_chunked_local.wrapper import ChunkedLocal
 from kvframe_decode_only.wrapper import DecodeOnly
 
-from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata, Extension
+from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.contract.backend import AttentionBackend, KVCache
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.metadata import NO_EXTENSIONS, SEQ_STARTS, CommonAttentionMetadata, Extension
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import CHANGES_MASK, FieldUse, MetadataWrapper
-from kvframe.testing.laws import ConformanceError
+from kvframe.testing.case import Case, Request
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import chain_refusals, make_cases, make_layer, share_cache
+from kvframe.testing.laws import ConformanceError, check_spec
+from kvframe.testing.sample import sample
 from kvframe.testing.state import GridSpec
 from kvframe.testing.wrappers import check_wrapper
 
@@ -175,27 +182,9 @@ class DropsTheFirstTokens(DecodeOnly):
         return super().__call__(attrs.evolve(metadata, slot_mapping=metadata.slot_mapping[last.flip(0)[0] - last]))
 
 
-class LoopsOverRequests(Passes):
-    def __call__(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        assert all(length >= 0 for length in metadata.seq_lens_cpu.tolist())
-        return super().__call__(metadata)
-
-
-def write(metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata) -> Mapping[str, Any]:
-    metadata.block_table.add_(1)
-    return {}
-
-
-def write_on_the_host(metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata) -> Mapping[str, Any]:
-    metadata.seq_lens_cpu.numpy()[:] += 1
-    return {}
-
-
 def of_rows(change: Callable[[torch.Tensor], torch.Tensor], *names: str) -> Change:
     return lambda _, wrapped: {name: change(getattr(wrapped, name)) for name in names}
 
-
-WAITS = {"fields": RESETS_ALL}
 
 MISTAKES: dict[str, tuple[MetadataWrapper, LayerSpec, str]] = {
     "the table is not shifted": (
@@ -229,7 +218,7 @@ MISTAKES: dict[str, tuple[MetadataWrapper, LayerSpec, str]] = {
         "request 0 has 1 new tokens, and seq_lens of it is 0",
     ),
     "other tokens are kept than those that generate": (
-        after(DecodeOnly, last_of_each, fields={**DecodeOnly.fields, **WAITS["fields"]}),
+        after(DecodeOnly, last_of_each, fields=RESETS_ALL),
         SHARING,
         "attends to|more new|needs an index of requests",
     ),
@@ -247,34 +236,15 @@ MISTAKES: dict[str, tuple[MetadataWrapper, LayerSpec, str]] = {
         FULL,
         "declares to carry causal",
     ),
-    "causal is flipped": (after(Passes, lambda _, wrapped: {"causal": not wrapped.causal}), FULL, "to carry causal"),
-    "its input is written to": (after(Passes, write), FULL, "writes to its input: block_table"),
-    "its input is written to on the host": (
-        after(Passes, write_on_the_host),
-        FULL,
-        "writes to its input: seq_lens_cpu",
-    ),
-    "an extension is lost": (after(Passes, lambda *_: {"extensions": {}}), FULL, "lost the extension"),
     "an extension is not sliced": (
         after(ChunkedLocal, lambda metadata, wrapped: {"extensions": {**wrapped.extensions, **metadata.extensions}}),
         CHUNKS,
         "has not one row|fit together|does not lie between",
     ),
-    "the host is told something else": (
-        after(Passes, of_rows(lambda lens: lens.clamp(max=3), "seq_lens_cpu"), fields=RESETS_ALL),
-        FULL,
-        "seq_lens is not what seq_lens_cpu says",
-    ),
     "the longest request is told too short": (
         after(ChunkedLocal, lambda _, wrapped: {"max_seq_len": wrapped.max_seq_len - 1}),
         CHUNKS,
         "max_seq_len is 6, the longest request has 7 tokens",
-    ),
-    "requests are looped over": (LoopsOverRequests(), FULL, "loops over requests in Python"),
-    "the device is waited for": (
-        after(Passes, lambda _, wrapped: {"max_seq_len": int(wrapped.seq_lens.max())}, fields=RESETS_ALL),
-        FULL,
-        "makes the host wait",
     ),
 }
 
@@ -289,3 +259,208 @@ def test_the_kit_finds_a_mistake(mistake: str) -> None:
     wrapper, seen, message = MISTAKES[mistake]
     with pytest.raises(ConformanceError, match=message):
         check_wrapper(wrapper, seen)
+
+
+# --- attention after wrappers -----------------------------------------------------------------------------------------
+
+CHAINS = ((DecodeOnly(),), (ChunkedLocal(),), (DecodeOnly(), ChunkedLocal()))
+CAPABILITIES = TorchReferenceBackend.capabilities
+TOGETHER = [("wrappers", name) for name in ("batch", "format", "is_padded", "mask", "causal", "block_size")]
+
+
+def chain_cases() -> list[Case]:
+    return [case for case in make_cases(CAPABILITIES, chains=CHAINS) if case.wrappers]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in sample(chain_cases(), TOGETHER)])
+def test_attention_after_wrappers_is_what_the_layers_mask_says(case: Case) -> None:
+    check_backend(TorchReferenceBackend, case)
+
+
+@pytest.mark.whole
+def test_attention_after_wrappers_is_right_on_the_whole_grid() -> None:
+    for case in chain_cases():
+        check_backend(TorchReferenceBackend, case)
+
+
+def test_chains_are_crossed_with_the_layers_that_they_serve() -> None:
+    names = {(case.name.split("-")[0], "-shared" in case.name) for case in chain_cases()}
+    assert {
+        ("decode_only", True),
+        ("chunked_local", False),
+        ("chunked_local", True),
+        ("decode_only+chunked_local", True),
+    } == names
+
+
+def test_a_chain_that_rejects_batches_that_are_not_causal_is_not_given_any() -> None:
+    assert {"decode_only"} == {case.name.split("-")[0] for case in chain_cases() if not case.causal}
+
+
+def test_padding_is_given_to_chains_that_can_always_be_captured() -> None:
+    class Eager(DecodeOnly):
+        capture = GraphCapture.NEVER
+
+    padded = [case for case in make_cases(CAPABILITIES, chains=[(DecodeOnly(),), (Eager(),)]) if case.num_padding]
+    assert {(), (DecodeOnly(),)} == {case.wrappers for case in padded}
+
+
+@pytest.mark.parametrize(
+    ("code", "chain", "shared", "chunk"),
+    [
+        ("keeps_cache", (DecodeOnly(),), False, None),
+        ("no_chunk", (ChunkedLocal(),), True, None),
+        ("chain_order", (ChunkedLocal(), DecodeOnly()), True, 8),
+        ("extension_seq_starts", (ChunkedLocal(),), False, 7),
+    ],
+)
+def test_what_does_not_compose_is_refused_by_code(
+    code: str, chain: tuple[MetadataWrapper, ...], shared: bool, chunk: int | None
+) -> None:
+    capabilities = attrs.evolve(CAPABILITIES, extensions=frozenset())
+    refusing = make_layer(capabilities, block_size=4, chunk=chunk)
+    refusals = chain_refusals(chain, share_cache(refusing) if shared else refusing, capabilities, "cpu")
+    assert [code] == [refusal.code for refusal in refusals]
+
+
+def fewer_of_the_first(metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata) -> Mapping[str, Any]:
+    """Keep one token less of the first request than generates."""
+    starts = wrapped.query_start_loc_cpu.clone()
+    starts[1:] -= 1
+    num_tokens = wrapped.num_actual_tokens - 1
+    return {
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts,
+        "num_actual_tokens": num_tokens,
+        "num_generating": num_tokens,
+        "generating_indices": wrapped.generating_indices.clamp(max=num_tokens - 1),
+        "generating_indices_cpu": wrapped.generating_indices_cpu.clamp(max=num_tokens - 1),
+    }
+
+
+def of_the_second_instead(metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata) -> Mapping[str, Any]:
+    """Keep one token less of the first request than generates, and one more of the second."""
+    starts = wrapped.query_start_loc_cpu.clone()
+    starts[1] -= 1
+    return {"query_start_loc": starts, "query_start_loc_cpu": starts, "max_query_len": 3}
+
+
+def first_tokens(metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata) -> Mapping[str, Any]:
+    """Let the kept tokens lie where the new tokens of their requests begin."""
+    lens = wrapped.seq_lens - metadata.query_start_loc_cpu.diff() + wrapped.query_start_loc_cpu.diff()
+    return {"seq_lens": lens, "seq_lens_cpu": lens}
+
+
+def counts_in_place(metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata) -> Mapping[str, Any]:
+    metadata.seq_lens_cpu.clamp_(max=3)
+    return {}
+
+
+def dropping(change: Change) -> MetadataWrapper:
+    """Return a wrapper that keeps the generating tokens, with a change of its output in any field."""
+    right = DecodeOnly()
+
+    def call(self: Any, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        wrapped = right(metadata)
+        return attrs.evolve(wrapped, **change(metadata, wrapped))
+
+    members = {"__call__": call, "fields": RESETS_ALL}
+    wrapper: MetadataWrapper = attrs.frozen(kw_only=True)(type("Wrong", (DecodeOnly,), members))()
+    return wrapper
+
+
+def case_after(wrapper: MetadataWrapper, num_padding: int = 0, **options: Any) -> Case:
+    requests = (Request(9, 1), Request(0, 7), Request(8, 6, 0), Request(11, 3, 3))
+    shared = share_cache(make_layer(CAPABILITIES, block_size=4, **options))
+    return Case(name="step", layer=shared, requests=requests, num_padding=num_padding, wrappers=(wrapper,))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "message"),
+    [
+        (TooLong(), "wrong, the first at position 9 of request 0"),
+        (TooShort(), "wrong, the first at position 9 of request 0"),
+        (after(ChunkedLocal, lambda *_: {"extensions": {}}, fields=ChunkedLocal.fields), "wrong"),
+        (after(ChunkedLocal, lambda metadata, wrapped: {"block_table": other_blocks(metadata, wrapped, 0)}), "wrong"),
+        (
+            dropping(fewer_of_the_first),
+            "the chain keeps 4 tokens, 5 with padding, of 17, of which 5 generate",
+        ),
+        (
+            dropping(of_the_second_instead),
+            "wrong, the first at position 9 of request 0",
+        ),
+        (
+            dropping(first_tokens),
+            "1 of 5 queries are wrong, the first at position 6 of request 1",
+        ),
+        (
+            dropping(lambda _, wrapped: {"slot_mapping": wrapped.slot_mapping[:5], "max_query_len": 3}),
+            "the chain keeps 5 tokens, 5 with padding, of 17, of which 5 generate",
+        ),
+        (dropping(counts_in_place), "a wrapper wrote to the batch metadata"),
+    ],
+)
+def test_attention_says_what_a_wrong_wrapper_got_wrong(wrapper: MetadataWrapper, message: str) -> None:
+    options = {"chunk": 6} if isinstance(wrapper, ChunkedLocal) else {}
+    case = case_after(wrapper, num_padding=2 if "5 tokens, 5 with padding" in message else 0, **options)
+    with pytest.raises(ConformanceError, match=f"^TorchReferenceBackend on step: .*{message}"):
+        check_backend(TorchReferenceBackend, case)
+
+
+def test_after_a_wrapper_that_changes_the_mask_the_mask_that_it_declares_is_computed() -> None:
+    check_backend(TorchReferenceBackend, case_after(Narrows()))
+    with pytest.raises(ConformanceError, match="wrong, the first at position 9 of request 0"):
+        check_backend(TorchReferenceBackend, case_after(SaysNothingOfItsMask()))
+
+
+class IgnoresSeqStarts(TorchReferenceBackend):
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+    ) -> torch.Tensor:
+        plain = attrs.evolve(metadata, extensions=NO_EXTENSIONS)
+        return super().attend(layer, query, kv_cache, plain, **named)
+
+
+def failures(backend: type[AttentionBackend], cases: list[Case]) -> set[str]:
+    failed = set()
+    for case in cases:
+        try:
+            check_backend(backend, case)
+        except ConformanceError:
+            failed.add(case.name)
+    return failed
+
+
+def test_a_backend_that_ignores_hidden_starts_fails_alone_and_after_a_chain() -> None:
+    alone = [case for case in make_cases(CAPABILITIES) if case.name == "full-block=16-hidden_starts"]
+    wrapped = [case for case in chain_cases() if case.name == "chunked_local-chunk=6-block=16-mixed"]
+    assert {case.name for case in alone + wrapped} == failures(IgnoresSeqStarts, alone + wrapped)
+    assert len(alone + wrapped) == 2
+
+
+def test_a_layer_that_shares_a_cache_reads_the_owners() -> None:
+    class Recorder(TorchReferenceBackend):
+        def write_kv(self, *args: Any) -> None:
+            writers.append(self.layers[0])
+            super().write_kv(*args)
+
+        def attend(self, layer: LayerSpec, *args: Any, **named: Any) -> torch.Tensor:
+            readers.append(layer)
+            return super().attend(layer, *args, **named)
+
+    writers: list[LayerSpec] = []
+    readers: list[LayerSpec] = []
+    check_backend(Recorder, case_after(DecodeOnly()))
+    assert {"owner": None} == {layer.name: layer.shares_with for layer in writers}
+    assert {"layer": "owner"} == {layer.name: layer.shares_with for layer in readers}
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 6}, {"stride": 5}, {"window": 4, "num_sink_tokens": 2}])
+def test_the_grids_specs_keep_the_laws(options: dict[str, Any]) -> None:
+    check_spec(GridSpec(block_size=4, num_kv_heads=1, head_size=8, **options))
+
+
+def test_a_stride_shows_its_run_and_the_last_token_of_each_run_before() -> None:
+    spec = GridSpec(block_size=4, num_kv_heads=1, head_size=8, stride=3)
+    assert ((2, 3), (5, 6), (6, 8)) == spec.live_ranges(8)

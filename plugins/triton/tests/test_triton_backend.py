@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from triton import knobs
 
 from kvframe import load_plugins
 from kvframe.contract import ChosenTokens, GraphCapture, LayerSpec, MoreInputs
-from kvframe.testing.case import Case, Learned, Request, draw_inputs
+from kvframe.testing.case import Case, Request
 from kvframe.testing.checks import Checks
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.framework import Staging, pad_metadata
@@ -27,7 +28,6 @@ from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import make_runs, sample_runs
 from kvframe.testing.sample import sample
 from kvframe.testing.staging import check_staging
-from kvframe.testing.step import run_step
 from kvframe.testing.suites import BackendTests
 
 CASES = make_cases(TritonBackend.capabilities, "cuda")
@@ -135,10 +135,9 @@ def test_what_is_always_computed_of_the_grid_has_every_variant_of_the_kernels(mo
 
     def variants(cases: Sequence[Case]) -> set[object]:
         found.clear()
-        generator = torch.Generator().manual_seed(0)
         for case in cases:
-            inputs, learned = draw_inputs(case, generator), Learned.draw(case, generator)
-            run_step(TritonBackend, case, inputs, learned, torch.device("cpu"), poison=0.0)
+            with contextlib.suppress(ConformanceError):  # no kernel runs
+                check_backend(TritonBackend, case, poison=0.0)
         return set(found)
 
     monkeypatch.setattr(Launch, "run", note)

@@ -21,6 +21,7 @@ from tests.cache.mirror import Mirror
 from tests.engine.injected_faults import KINDS, Faults, InjectedError
 from tests.engine.soak.scenarios import Served
 from tests.engine.soak.traffic import Arrival, Operator
+from tests.support.engines import manager_of, pool_of
 
 STEP_SECONDS, TOKEN_SECONDS = 0.03, 0.003
 FAULTS = 1 / 40
@@ -167,7 +168,7 @@ class Soak:
     def _audit(self) -> None:
         self.counts["audits"] += 1
         try:
-            self.engine._manager.audit()
+            manager_of(self.engine).audit()
         except AssertionError as error:
             self.wrong["leaks"].append(f"step {self.counts['steps']}: {error}")
         self._compare_mirror()
@@ -196,15 +197,15 @@ class Soak:
     def _look_for_leaks(self) -> None:
         """Check that no page is held without an owner, and that all memory is free after the prefix cache is reset."""
         self._audit()
-        manager: Any = self.engine._manager
+        manager: Any = manager_of(self.engine)
         self.engine.reset_prefix_cache()
         for what, found, expected in (
             ("requests without an end", len(self._running), 0),
             ("pages held", manager.num_held_pages, 0),
             ("bytes held in host memory", manager.stats.host_bytes_held, 0),
             ("rows free", manager.num_free_rows, self.engine.stack.limits.max_num_seqs),
-            ("slabs idle", manager._pool.num_idle_slabs, self.engine.plan.num_slabs),
-            ("pages cached", manager._pool.num_cached, 0),
+            ("slabs idle", pool_of(manager).num_idle_slabs, self.engine.plan.num_slabs),
+            ("pages cached", pool_of(manager).num_cached, 0),
         ):
             if found != expected:
                 self.wrong["leaks"].append(f"{what}: {found} and not {expected}")
