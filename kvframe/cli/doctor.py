@@ -295,7 +295,7 @@ def _print(report: dict[str, Any]) -> None:
         if item["state"] in ("missing", "unusable"):
             reasons.setdefault(item["reason"], []).append(f"{item['kind']} {item['name']}")
     for item in report["plugins"]:
-        if item["status"] in ("disabled", "unusable"):
+        if item["status"] == "disabled":
             reasons.setdefault(f"{item['status']}: {item['reason']}", []).append(f"plugin {item['id']}")
     if reasons:
         print_reasons("Not usable here, and no fault", reasons)

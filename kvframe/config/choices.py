@@ -185,8 +185,6 @@ def _misplaced(chain: Sequence[type[MetadataWrapper]]) -> str | None:
     for first, second in itertools.combinations(chain, 2):
         for reason in sorted(({first.name} | first.effects) & second.not_after):
             return f"wrapper {second.name!r} cannot come after {_because(first, reason)}"
-        for reason in sorted(({second.name} | second.effects) & first.not_before):
-            return f"wrapper {first.name!r} cannot come before {_because(second, reason)}"
     return None
 
 

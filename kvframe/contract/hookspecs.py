@@ -65,20 +65,10 @@ class HookSpecs:
     """Every hook, in life-cycle order."""
 
     @hookspec
-    def kvframe_unusable_reason(self) -> str | None:
-        """Say why the plugin cannot work in this environment.
-
-        Called first. Look without importing: ``importlib.util.find_spec``, environment variables, files.
-
-        Returns:
-            One sentence for a person, which sets the plugin aside as "unusable"; None if it can work.
-        """
-
-    @hookspec
     def kvframe_configure(self, settings: Mapping[str, Any]) -> None:
         """Take the plugin's own table of the stack file, ``[plugin.<name>]``.
 
-        Called once, before anything is registered, with an empty mapping if the stack says nothing. A stack that
+        Called first, once, before anything is registered, with an empty mapping if the stack says nothing. A stack that
         has settings for a plugin without this hook is refused.
 
         Args:

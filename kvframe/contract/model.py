@@ -263,21 +263,27 @@ class LoadedModel(Growing, ABC):
         """
         return False
 
-    def give_hidden_states(self) -> None:
+    def give_hidden_states(self, *, of_all_tokens: bool = False) -> None:
         """Prepare for ``forward_with_hidden_states``, until ``detach``. The default does nothing.
 
-        Called at set-up, after ``attach`` and before ``compile``, if ``can_give_hidden_states`` returned True.
+        Called at set-up, after ``attach`` and before ``compile``, if ``can_give_hidden_states`` returned True, or if
+        the model's prediction heads are used.
+
+        Args:
+            of_all_tokens: Whether the states are for the prediction heads, which continue from the last ones of all
+                tokens. If not, what the model's head takes the logits from is wanted.
         """
 
     def forward_with_hidden_states(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one packed step as ``forward`` does, and return what the model's head took the logits from as well.
+        """Run one packed step as ``forward`` does, and return hidden states as well.
 
         Called instead of ``forward`` after ``give_hidden_states``.
 
         Returns:
-            The logits, and ``[num_logits_rows, hidden_size], device``: the hidden state of each of their rows.
+            The logits, and a hidden state for each of their rows, ``[num_logits_rows, hidden_size], device``; or for
+            each token, ``[num_tokens, hidden_size]``.
         """
         raise NotImplementedError(f"{type(self).__name__} gives no hidden states")
 
@@ -291,24 +297,6 @@ class LoadedModel(Growing, ABC):
         Raises ``ModelError`` if the checkpoint has no weights of the heads, or they cannot be loaded.
         """
         raise ModelError(f"{self.description.name} has no prediction heads")
-
-    def give_all_hidden_states(self) -> None:
-        """Prepare for ``forward_with_all_hidden_states``, until ``detach``. The default does nothing.
-
-        Called at set-up, after ``attach`` and before ``compile``, if the model's prediction heads are used.
-        """
-
-    def forward_with_all_hidden_states(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one packed step as ``forward`` does, and return the last hidden states of all its tokens as well.
-
-        Called instead of ``forward`` after ``give_all_hidden_states``.
-
-        Returns:
-            The logits, and ``[num_tokens, hidden_size], device``: what the first prediction head continues from.
-        """
-        raise NotImplementedError(f"{type(self).__name__} gives no hidden states")
 
     # --- inputs besides tokens: for a model whose description has ``max_input_lens`` ----------------------------------
 

@@ -121,8 +121,6 @@ class MetadataWrapper(Growing, ABC):
     ``CHANGES_MASK``, or names of its own."""
     not_after: ClassVar[frozenset[str]] = frozenset()
     """Wrappers, or effects, that must not come before it in a chain."""
-    not_before: ClassVar[frozenset[str]] = frozenset()
-    """Wrappers, or effects, that must not come after it in a chain."""
     capture: ClassVar[GraphCapture] = GraphCapture.NEVER
     """For which batches the shapes of its output are known before it runs."""
 

@@ -17,7 +17,7 @@ import attrs
 import pluggy
 
 from kvframe.contract.errors import ContestedNameError, PluginError, StackError, UnknownNameError
-from kvframe.contract.foreign import call, in_one_line, safe_repr
+from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.hookspecs import HookSpecs
 from kvframe.loading.checks import OWNERS, TABLES, TEXTS
 from kvframe.loading.claims import Claim
@@ -26,7 +26,7 @@ from kvframe.loading.misnamed import hint_for
 from kvframe.loading.packages import provider_of, to_install
 from kvframe.loading.registry import Registry
 
-Status = Literal["loaded", "disabled", "incompatible", "conflict", "broken", "unusable"]
+Status = Literal["loaded", "disabled", "incompatible", "conflict", "broken"]
 """The status of a plugin; every status but ``loaded`` has a reason."""
 
 _HOOKS = tuple(name for name in vars(HookSpecs) if name.startswith("kvframe_"))
@@ -241,13 +241,6 @@ def _load(found_plugin: FoundPlugin, policy: PluginPolicy, registry: Registry) -
     if found_plugin.incompatible:
         raise _SetAside("incompatible", found_plugin.incompatible)
     manager = _attach(found_plugin, _contain(f"importing {found_plugin.module}", found_plugin.load))
-    reason = _call(manager, "kvframe_unusable_reason")
-    if reason is not None:
-        if not issubclass(type(reason), str) or not in_one_line(reason):
-            raise _SetAside(
-                "broken", f"kvframe_unusable_reason must return a sentence or None, not {safe_repr(reason)}"
-            )
-        raise _SetAside("unusable", in_one_line(reason))
     _configure(manager, found_plugin, policy)
     claims: list[Claim] = []
     for hook, kind in _REGISTERING.items():

@@ -123,7 +123,7 @@ def test_a_hook_that_returns_a_wrong_value_sets_only_its_plugin_aside(site: Fake
 
 def test_an_interrupt_in_a_hook_is_the_users(site: FakeSite) -> None:
     with pytest.raises(KeyboardInterrupt):
-        statuses(site, "@hookimpl\ndef kvframe_unusable_reason(): raise KeyboardInterrupt\n")
+        statuses(site, "@hookimpl\ndef kvframe_configure(settings): raise KeyboardInterrupt\n")
 
 
 @pytest.mark.parametrize("failure", FAILURES)

@@ -85,13 +85,10 @@ def kvframe_register_backends(register): calls.append("backends")
 def kvframe_register_specs(register): calls.append("specs")
 @hookimpl
 def kvframe_configure(settings): calls.append("configure")
-@hookimpl
-def kvframe_unusable_reason(): calls.append("unusable_reason")
 """,
     )
     load_plugins()
     assert sys.modules["kvframe_order.manifest_order"].calls == [
-        "unusable_reason",
         "configure",
         "specs",
         "backends",
@@ -191,13 +188,12 @@ def test_unknown_argument_of_a_hook_is_broken(site: FakeSite) -> None:
 
 def test_manifest_without_any_hook_is_broken(site: FakeSite) -> None:
     site.add("kvframe-empty", "empty", "")
-    assert "implements no hook; hooks: kvframe_unusable_reason, " in load_plugins().record("empty").reason
+    assert "implements no hook; hooks: kvframe_configure, " in load_plugins().record("empty").reason
 
 
 @pytest.mark.parametrize(
     ("hook", "arguments"),
     [
-        ("kvframe_unusable_reason", ""),
         ("kvframe_configure", "settings"),
         ("kvframe_register_specs", "register"),
         ("kvframe_register_model_adapters", "register"),
@@ -236,12 +232,6 @@ def test_registered_target_must_be_an_import_string(site: FakeSite, target: str)
 def test_registering_hook_that_is_a_generator_is_broken(site: FakeSite) -> None:
     site.add("kvframe-gen", "gen", MANIFEST + "@hookimpl\ndef kvframe_register_specs(register): yield 1\n")
     assert "must call register(...) and return nothing" in load_plugins().record("gen").reason
-
-
-@pytest.mark.parametrize("answer", ["True", "''"])
-def test_reason_that_is_no_sentence_is_broken(site: FakeSite, answer: str) -> None:
-    site.add("kvframe-odd", "odd", MANIFEST + f"@hookimpl\ndef kvframe_unusable_reason(): return {answer}\n")
-    assert f"must return a sentence or None, not {answer}" in load_plugins().record("odd").reason
 
 
 def test_unreadable_entry_points_are_reported(site: FakeSite) -> None:
@@ -386,7 +376,7 @@ def test_builtin_plugins_name_cannot_be_taken(site: FakeSite) -> None:
     assert statuses(load_plugins()) == {"kvframe:builtin": "loaded", "kvframe-usurper:builtin": "conflict"}
 
 
-# --- disabled, unusable, required ------------------------------------------------------------------------------------
+# --- disabled, required ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bad", "kvframe-bad:bad", "KVFrame_Bad:bad"])
@@ -408,27 +398,9 @@ def test_builtin_plugin_cannot_be_disabled(site: FakeSite) -> None:
         load_plugins(PluginPolicy(disabled=("builtin",)))
 
 
-def test_unusable_plugin_says_why_and_is_not_configured(site: FakeSite) -> None:
-    site.add(
-        "kvframe-gpu",
-        "gpu",
-        MANIFEST
-        + "@hookimpl\ndef kvframe_unusable_reason(): return 'no CUDA device was found'\n"
-        + "@hookimpl\ndef kvframe_configure(settings): raise AssertionError\n",
-    )
-    record = load_plugins().record("gpu")
-    assert (record.status, record.reason) == ("unusable", "no CUDA device was found")
-
-
-@pytest.mark.parametrize(
-    ("manifest", "reason"),
-    [
-        (MANIFEST + "@hookimpl\ndef kvframe_unusable_reason(): return 'no GPU here'\n", "unusable: no GPU here"),
-        ("import no_such_library", "broken: importing kvframe_bad.manifest_bad failed"),
-    ],
-)
-def test_required_plugin_that_cannot_be_used_is_an_error(site: FakeSite, manifest: str, reason: str) -> None:
-    site.add("kvframe-bad", "bad", manifest)
+def test_required_plugin_that_cannot_be_used_is_an_error(site: FakeSite) -> None:
+    site.add("kvframe-bad", "bad", "import no_such_library")
+    reason = "broken: importing kvframe_bad.manifest_bad failed"
     with pytest.raises(PluginError) as caught:
         load_plugins(PluginPolicy(required=("bad",), source="my.toml"))
     assert str(caught.value).startswith(f"plugin kvframe-bad:bad cannot be used, and my.toml requires it: {reason}")
@@ -586,5 +558,4 @@ def test_the_hooks_of_version_1_0_are_there() -> None:
         "kvframe_register_proposers",
         "kvframe_register_specs",
         "kvframe_register_wrappers",
-        "kvframe_unusable_reason",
     ]

@@ -337,11 +337,7 @@ class Engine(EngineCore[Request]):
     def _make_runner(self, assembly: Assembly, skip_policy: SkipPolicy | None) -> TokenRunner:
         draft = assembly.draft
         has_heads = draft is not None and isinstance(draft.model, PredictionHeads)
-        forward = forward_of(
-            self.model,
-            with_hidden_states=self._scheduler.hidden_states is not None,
-            with_all_hidden_states=has_heads,
-        )
+        forward = forward_of(self.model, with_hidden_states=has_heads or self._scheduler.hidden_states is not None)
         max_drafts, usual_steps = self._scheduler.max_drafts, None
         if max_drafts:
             # All logits of a request's drafts are wanted, of few requests or of many.

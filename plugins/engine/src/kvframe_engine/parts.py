@@ -182,8 +182,8 @@ def attach_models(
         _attach(
             assembly,
             has_ranks=has_ranks,
-            with_hidden_states=with_hidden_states,
-            with_all_hidden_states=has_heads,
+            with_hidden_states=with_hidden_states or has_heads,
+            of_all_tokens=has_heads,
         )
         attached.append(assembly.model)
         if draft is not None and has_heads:
@@ -207,7 +207,7 @@ def _attach(
     *,
     has_ranks: bool,
     with_hidden_states: bool = False,
-    with_all_hidden_states: bool = False,
+    of_all_tokens: bool = False,
 ) -> None:
     """Attach one model, compile it, and compare it with its own forward, as the stack asks."""
     model, self_check = assembly.model, assembly.stack.engine.self_check
@@ -215,9 +215,7 @@ def _attach(
 
     def prepare() -> None:
         if with_hidden_states:
-            model.give_hidden_states()
-        if with_all_hidden_states:
-            model.give_all_hidden_states()
+            model.give_hidden_states(of_all_tokens=of_all_tokens)
         if assembly.stack.model.compile:
             model.compile()
 

@@ -18,7 +18,7 @@ class HiddenStates:
             module: The model's head, or the model without its head.
             takes_output: Whether its output is noted, as of the model without its head, and not its input.
         """
-        self._of_output = takes_output
+        self.takes_output = takes_output
         self._rows: torch.Tensor | None = None
         self._handle = module.register_forward_hook(self._note)
 
@@ -33,4 +33,4 @@ class HiddenStates:
         self._rows = None
 
     def _note(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._rows = output[0] if self._of_output else args[0]
+        self._rows = output[0] if self.takes_output else args[0]

@@ -98,14 +98,15 @@ class TransformersModel(AttachedModel):
         """Return whether the model has a head, whose input can be noted."""
         return self.description.generates and self.model.get_output_embeddings() is not None
 
-    def give_hidden_states(self) -> None:
-        """Note the input of the model's head in each step."""
-        self._noted = HiddenStates(self.model.get_output_embeddings(), takes_output=False)
+    def give_hidden_states(self, *, of_all_tokens: bool = False) -> None:
+        """Note in each step the input of the model's head, or the output of its body."""
+        module = self.model.get_decoder() if of_all_tokens else self.model.get_output_embeddings()
+        self._noted = HiddenStates(module, takes_output=of_all_tokens)
 
     def forward_with_hidden_states(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one packed step, and return the input of the model's head beside the logits.
+        """Run one packed step, and return what was noted beside the logits.
 
         Args:
             input_ids: As for ``forward``.
@@ -113,7 +114,7 @@ class TransformersModel(AttachedModel):
             logits_indices: As for ``forward``.
 
         Returns:
-            The logits, and ``[num_logits_rows, hidden_size]`` of the same rows.
+            The logits, and ``[num_logits_rows, hidden_size]`` of the same rows, or ``[num_tokens, hidden_size]``.
 
         Raises:
             ModelError: The model does not call its head.
@@ -127,7 +128,8 @@ class TransformersModel(AttachedModel):
                 "another proposer"
             )
         # A model that always computes the logits of all rows gives those that are wanted.
-        return logits, rows if len(rows) == len(logits) else rows[logits_indices]
+        are_wanted = self._noted.takes_output or len(rows) == len(logits)
+        return logits, rows if are_wanted else rows[logits_indices]
 
     def load_prediction_heads(self) -> PredictionHeads | None:
         """Load the heads from the folder of the model's checkpoint; on rank 0 only, with the help of the others.
@@ -136,28 +138,6 @@ class TransformersModel(AttachedModel):
             ModelError: It has no weights of them.
         """
         return load_heads(self.model, self.description)
-
-    def give_all_hidden_states(self) -> None:
-        """Note the output of the model's body in each step."""
-        self._noted = HiddenStates(self.model.get_decoder(), takes_output=True)
-
-    def forward_with_all_hidden_states(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one packed step, and return the last hidden states of all tokens beside the logits.
-
-        Args:
-            input_ids: As for ``forward``.
-            positions: As for ``forward``.
-            logits_indices: As for ``forward``.
-
-        Returns:
-            The logits, and ``[num_tokens, hidden_size]``.
-        """
-        assert self._noted is not None
-        logits, rows = self.forward(input_ids, positions, logits_indices), self._noted.take()
-        assert rows is not None
-        return logits, rows
 
     def self_check(self, run_packed: RunPacked) -> None:
         """Compare a packed run with the model's own plain forward; raise ``ModelError`` if logits differ.

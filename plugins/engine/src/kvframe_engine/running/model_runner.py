@@ -111,9 +111,7 @@ class ModelRunner:
         self.hidden_states = hidden_states
         self._keeps_all_rows = keeps_all_rows
         if forward is None:
-            forward = forward_of(
-                model, with_hidden_states=hidden_states is not None, with_all_hidden_states=keeps_all_rows
-            )
+            forward = forward_of(model, with_hidden_states=hidden_states is not None or keeps_all_rows)
         self._forward = forward
         self.hidden_rows: torch.Tensor | None = None
 
@@ -438,12 +436,8 @@ def new_inputs_of(step: ScheduledStep[RequestT]) -> Mapping[str, Mapping[int, Mo
     return found
 
 
-def forward_of(
-    model: LoadedModel, *, with_hidden_states: bool = False, with_all_hidden_states: bool = False
-) -> Forward:
-    """Return a model's forward, which gives the hidden states of the logits' rows, or of all, if they are needed."""
-    if with_all_hidden_states:
-        return model.forward_with_all_hidden_states
+def forward_of(model: LoadedModel, *, with_hidden_states: bool = False) -> Forward:
+    """Return a model's forward, which gives the hidden states that it was prepared for, if they are needed."""
     if with_hidden_states:
         return model.forward_with_hidden_states
     return lambda token_ids, positions, wanted: (model.forward(token_ids, positions, wanted),)
