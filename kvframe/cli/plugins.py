@@ -107,8 +107,8 @@ def _print(records: Sequence[PluginRecord], names: Sequence[dict[str, Any]], che
             reasons.setdefault(_usable(entry), []).append(f"{entry['kind'].replace('_', ' ')} {entry['name']}")
     if reasons:
         print_reasons("Not usable here", reasons)
-    advice = "" if check else "; --check imports what is registered"
-    print_note(f"`kvframe plugins NAME` says everything about a plugin or name{advice}")
+    advice = "" if check else "; --check imports classes"
+    print_note(f"`kvframe plugins NAME` says everything about a name{advice}")
 
 
 def _registered(names: Sequence[dict[str, Any]], width: int) -> str:
