@@ -61,11 +61,10 @@ class Device:
         self.tiers.begin(request)
         while not self.tiers.is_ready(request):
             self.tiers.wait()
-        restored = None if request.fetch is None else self.tiers.restore(request)
-        assert restored != "full", "nothing runs"
+        if request.fetch is not None:
+            assert self.tiers.restore(request) is not None, "nothing runs"
         hit = self.manager.start(name, request.token_ids, inputs=inputs)
-        if restored is not None:
-            restored.unpin()
+        self.tiers.drop(request)
         missing = self.manager.missing_inputs(name)
         for planned, ids in zip(self.plan.groups, self.manager.block_ids(name), strict=True):
             if planned.is_of_input:
@@ -87,7 +86,7 @@ class Device:
                         self.page(planned.index, ids[block]).copy_(self.content(planned.index, block, tokens, encoded))
             self.manager.commit(name, request.token_ids, target)
             done, missing = target, frozenset()
-            self.tiers.after_step(0, 0.0)
+            self.tiers.after_step(0, 0.0, is_last=False)
         self.manager.free(name)
         assert self.tiers.flush(10.0)
         return hit

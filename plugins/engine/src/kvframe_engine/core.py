@@ -567,9 +567,8 @@ class EngineCore(ABC, Generic[RequestT]):
             if self._tiers is not None:
                 self._tiers.wait()
             return
-        trace = self._trace
-        if trace is not None:
-            trace.note_scheduled(step)
+        if self._trace is not None:
+            self._trace.note_scheduled(step)
         try:
             with self._turns.let_through():
                 outcomes = self._runner.run(step)
@@ -581,12 +580,17 @@ class EngineCore(ABC, Generic[RequestT]):
             refuse_exit(f"{self.model.description.name}: a step failed", error)
             raise
         unreported.update({request.request_id: request for request in scheduler.complete(step, outcomes)})
-        if trace is not None:
-            trace.note_computed(step)
+        if self._trace is not None or self._tiers is not None or self._cache_events.listener is not None:
+            self._report_step(step)
+
+    def _report_step(self, step: ScheduledStep[RequestT]) -> None:
+        """Record a computed step; give the pages that it made findable to page stores, and its events to a listener."""
+        if self._trace is not None:
+            self._trace.note_computed(step)
         if self._tiers is not None:
-            self._tiers.after_step(step.num_tokens, monotonic() - self._step_began)
-        if self._cache_events.listener is not None:
-            self._cache_events.deliver()
+            is_last = not self._scheduler.has_work
+            self._tiers.after_step(step.num_tokens, monotonic() - self._step_began, is_last=is_last)
+        self._cache_events.deliver()
 
     def _before_end(self) -> None:
         """Call the listener before this process ends because another rank failed."""

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe import PageRecords, PrefixBlocks
+from kvframe import PageRecords, Pin, PrefixBlocks
 
 Page = npt.NDArray[np.uint8]
 """The bytes of a page: ``[page_bytes], uint8, host``."""
@@ -27,6 +27,7 @@ class Fetch:
         began: When it began to wait, by ``monotonic``.
         pages: The pages that arrived, each with the name of its store, by group and block index.
         absent: The group and key of each page that no store has.
+        pin: Keeps what was brought to the device; None before.
         is_done: Whether nothing more arrives.
         is_cancelled: Whether nothing more is wanted.
     """
@@ -38,6 +39,7 @@ class Fetch:
     began: float = attrs.field(factory=monotonic)
     pages: dict[tuple[int, int], tuple[str, Page]] = attrs.field(factory=dict)
     absent: list[tuple[int, bytes]] = attrs.field(factory=list)
+    pin: Pin | None = None
     is_done: bool = False
     is_cancelled: bool = False
 

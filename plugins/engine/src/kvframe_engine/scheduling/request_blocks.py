@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Generic, Literal, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol
 
 import attrs
 
@@ -14,7 +14,7 @@ from kvframe_engine.requests.progress import NO_SEQUENCES, RequestProgress, Requ
 from kvframe_engine.scheduling.stats import SchedulerStats
 
 if TYPE_CHECKING:
-    from kvframe_engine.tiers.tiers import Restored, Tiers
+    from kvframe_engine.tiers.tiers import Tiers
 
 
 class RequestCache(Protocol):
@@ -132,7 +132,7 @@ class RequestBlocks(Generic[RequestT]):
         other, request.forks_from = request.forks_from, None
         if other is not None and other.row >= 0 and other.num_computed == other.pause_at and not other.new_inputs:
             return self._fork(request, other)
-        return self._start(request, budget, input_tokens, others_run)
+        return (self._start if request.fetch is None else self._restore)(request, budget, input_tokens, others_run)
 
     def swap_out(self, request: RequestT) -> bool:
         """Swap a request out to host memory; return False, and change nothing, if that is not possible."""
@@ -195,25 +195,18 @@ class RequestBlocks(Generic[RequestT]):
 
     def _start(self, request: RequestT, budget: int, input_tokens: int, others_run: bool) -> int:
         """Start a request on its cached prefix."""
-        restored = self._restore(request)
-        if restored == "full":
-            if others_run:
-                return 0
-            restored = None
         while True:
-            try:
-                hit = self._cache.start(
-                    request.request_id,
-                    request.cache_tokens,
-                    salt=request.cache_salt,
-                    use_prefix=request.uses_prefix,
-                    inputs=request.input_sequences,
-                    ranges=request.ranges,
-                    num_prompt_tokens=request.num_prompt_tokens if request.keeps_part else None,
-                )
-            finally:
-                if restored is not None:
-                    restored.unpin()
+            hit = self._cache.start(
+                request.request_id,
+                request.cache_tokens,
+                salt=request.cache_salt,
+                use_prefix=request.uses_prefix,
+                inputs=request.input_sequences,
+                ranges=request.ranges,
+                num_prompt_tokens=request.num_prompt_tokens if request.keeps_part else None,
+            )
+            if request.fetch is not None and self._tiers is not None:
+                self._tiers.drop(request)
             if request.inputs:
                 request.new_inputs = self._cache.missing_inputs(request.request_id)
             # A single input is admitted at any length, because it cannot be computed in parts.
@@ -240,10 +233,6 @@ class RequestBlocks(Generic[RequestT]):
         if not request.was_started:
             request.was_started = True
             request.cached = self._cache.found_prefix(request.request_id)
-            if restored is not None:
-                request.cached = attrs.evolve(
-                    request.cached, restored_tokens=restored.num_tokens, restored_from=restored.sources
-                )
             if request.wants_prompt_rows:
                 why = "every token of the prompt is computed for its log-probabilities"
                 request.cached = attrs.evolve(request.cached, why=why)
@@ -251,11 +240,18 @@ class RequestBlocks(Generic[RequestT]):
             self._stats.cached_prompt_tokens += hit
         return num_scheduled
 
-    def _restore(self, request: RequestT) -> Restored | Literal["full"] | None:
-        """Bring what was fetched of a request's prefix to the device; None for nothing."""
-        if self._tiers is None or request.fetch is None:
-            return None
-        return self._tiers.restore(request)
+    def _restore(self, request: RequestT, budget: int, input_tokens: int, others_run: bool) -> int:
+        """Bring what was fetched of a request's prefix to the device, and start the request on it."""
+        assert self._tiers is not None
+        restored, is_first = self._tiers.restore(request), not request.was_started
+        if restored is None and others_run:
+            return 0
+        num_scheduled = self._start(request, budget, input_tokens, others_run)
+        if restored is not None and request.cached is not None and is_first:
+            request.cached = attrs.evolve(
+                request.cached, restored_tokens=restored.num_tokens, restored_from=restored.sources
+            )
+        return num_scheduled
 
     def _fits_whole(self, request: RequestT) -> bool:
         """Return whether there are enough free blocks for all tokens of a new request; free the request on an error."""

@@ -578,7 +578,5 @@ class Scheduler(Generic[RequestT]):
 
 def _is_ready(request: RequestProgress) -> bool:
     """Return whether a waiting request waits neither for its pages nor for tokens before its fork from another one."""
-    if request.fetch is not None and not request.fetch.is_over:
-        return False
-    other = request.forks_from
-    return other is None or other.row < 0 or other.num_computed >= other.pause_at
+    fetch, other = request.fetch, request.forks_from
+    return (other is None or other.row < 0 or other.num_computed >= other.pause_at) and (fetch is None or fetch.is_over)

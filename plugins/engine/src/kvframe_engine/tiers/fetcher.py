@@ -19,7 +19,8 @@ MAX_FETCHED_BYTES = 1 << 30
 LEAST_WAIT = 0.25
 """Seconds that a request waits for its pages at least, before it is computed without them."""
 
-_PAGES_AT_ONCE = 256
+_BYTES_AT_ONCE = 16 << 20
+"""The bytes of pages that one call reads; at least one page is read."""
 
 
 class PrefixFetcher:
@@ -137,10 +138,11 @@ class PrefixFetcher:
             for number, store in enumerate(self._stores, 1):
                 blocks = np.flatnonzero(wanted & (holders[group][: len(wanted)] == number)).tolist()
                 blocks = [block for block in blocks if (group, block) not in fetch.pages]
-                for start in range(0, len(blocks), _PAGES_AT_ONCE):
+                at_once = max(1, _BYTES_AT_ONCE // self._page_bytes[group])
+                for start in range(0, len(blocks), at_once):
                     if fetch.is_cancelled:
                         return True
-                    some = blocks[start : start + _PAGES_AT_ONCE]
+                    some = blocks[start : start + at_once]
                     pages = store.read(records, [keys[group][block] for block in some], self._page_bytes[group])
                     for block, page in zip(some, pages, strict=True):
                         if page is None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import numpy as np
@@ -36,6 +35,9 @@ MAX_KNOWN = 1 << 20
 
 DEFAULT_SECONDS_PER_TOKEN = 1e-3
 """How long a token of a prompt takes to compute, until it is measured."""
+
+BYTES_A_STEP = 16 << 20
+"""The bytes of pages that are copied for the stores after a step."""
 
 _LEAST_TOKENS = 64
 """Steps of fewer tokens tell little about prompts."""
@@ -60,17 +62,19 @@ class TierCounts:
 
 @attrs.frozen
 class Restored:
-    """A prefix that was brought back to the device, and is pinned.
+    """What was brought back to the device for a request.
 
     Attributes:
-        num_tokens: How many of its tokens were not on the device.
+        num_tokens: Its tokens.
         sources: The tiers that they came from.
-        unpin: Releases it; its pages stay cached.
     """
 
-    num_tokens: int
-    sources: tuple[str, ...]
-    unpin: Callable[[], None]
+    num_tokens: int = 0
+    sources: tuple[str, ...] = ()
+
+
+NOTHING = Restored()
+"""Nothing had to be brought, or nothing arrived."""
 
 
 class Tiers:
@@ -108,12 +112,14 @@ class Tiers:
         self._fresh: dict[int, tuple[int, bytes]] = {}
         self._known: dict[tuple[int, bytes], None] = {}
         self._has_stores = bool(stores)
+        self._page_bytes = [group.page_bytes for group in manager.plan.groups]
         if stores:
             counts = self.counts.stores
             self._records = PageRecords(secret, origin())
             self._writer = PageWriter([SealedStore(store, counts[store.name]) for store in stores])
-            page_bytes = [group.page_bytes for group in manager.plan.groups]
-            self._fetcher = PrefixFetcher([SealedStore(store, counts[store.name]) for store in stores], page_bytes)
+            self._fetcher = PrefixFetcher(
+                [SealedStore(store, counts[store.name]) for store in stores], self._page_bytes
+            )
         manager.watch_pages(secret, *([self] if stores else []))
 
     # --- waiting requests ---------------------------------------------------------------------------------------------
@@ -152,26 +158,29 @@ class Tiers:
             self._fetcher.wait(0.002)
 
     def drop(self, request: RequestProgress) -> None:
-        """Forget what was fetched for a request."""
+        """Forget what was fetched for a request, and release what was brought to the device for it."""
         fetch, request.fetch = request.fetch, None
-        if fetch is not None and self._fetcher is not None:
+        if fetch is None:
+            return
+        if fetch.pin is not None:
+            self._manager.unpin(fetch.pin)
+        if self._fetcher is not None:
             for page in fetch.absent:
                 # If it is computed again, the stores get it again.
                 self._known.pop(page, None)
             self._fetcher.release(fetch)
 
-    def restore(self, request: RequestProgress) -> Restored | Literal["full"] | None:
-        """Bring a request's prefix to the device, and pin it.
+    def restore(self, request: RequestProgress) -> Restored | None:
+        """Bring a request's prefix to the device, and keep it there until ``drop``.
 
         Returns:
-            ``"full"`` if the pool has too few free pages now; None if there is nothing to bring.
+            What was brought; None if the pool has too few free pages now.
         """
         fetch = request.fetch
         assert fetch is not None
         if not fetch.is_done:
             self.counts.given_up += 1
-            self.drop(request)
-            return None
+            return NOTHING
         blocks = self._blocks_of(request, fetch.blocks)
         if fetch.records is not self._records and self._has_stores:
             fetch.pages = {}  # the weights have changed since
@@ -181,19 +190,17 @@ class Tiers:
             present[group][block] = True
         num_tokens = blocks.longest(present)
         if num_tokens is None or (num_tokens <= blocks.num_cached and not blocks.lacks_inputs):
-            self.drop(request)
-            return None
+            return NOTHING
         if len(self.counts.stores) == 1:
             self._known.update(dict.fromkeys((group, blocks.keys[group][block]) for group, block in fetch.pages))
         moved = _Move(self, blocks, in_host, fetch, num_tokens)
         pin = moved.run(request)
         if pin is None:
-            return "full"
-        self.drop(request)
+            return None
+        fetch.pin = pin
         self.counts.restored_tokens += num_tokens - blocks.num_cached
         self.counts.pages_from += moved.sources
-        unpin = partial(self._manager.unpin, pin)
-        return Restored(num_tokens - blocks.num_cached, tuple(sorted(moved.sources)), unpin)
+        return Restored(num_tokens - blocks.num_cached, tuple(sorted(moved.sources)))
 
     def _blocks_of(self, request: RequestProgress, known: PrefixBlocks | None) -> PrefixBlocks:
         return self._manager.prefix_blocks(
@@ -223,9 +230,15 @@ class Tiers:
 
     def note_evicted(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Copy pages now that are evicted before the stores got them."""
+        assert self._writer is not None
         lost = [block_id for block_id in block_ids if block_id in self._fresh]
-        if lost:
-            self._give({block_id: self._fresh.pop(block_id) for block_id in lost})
+        if not lost:
+            return
+        num_kept = self._writer.free_bytes // self._page_bytes[group]
+        self._give(lost[:num_kept])
+        self._writer.drop(len(lost[num_kept:]))
+        for block_id in lost[num_kept:]:
+            del self._fresh[block_id]
 
     def note_cleared(self) -> None:
         """Forget all pages: the model changed."""
@@ -234,31 +247,52 @@ class Tiers:
         if self._has_stores:
             self._records = PageRecords(self._secret, self._make_origin())
 
-    def after_step(self, num_tokens: int, seconds: float) -> None:
-        """Give the pages that a step made findable to the stores, and learn how long tokens take."""
+    def after_step(self, num_tokens: int, seconds: float, *, is_last: bool) -> None:
+        """Give pages to the stores that became findable, and learn how long tokens take.
+
+        Args:
+            num_tokens: The tokens that the step computed.
+            seconds: How long it took.
+            is_last: Whether no request is left. Then all pages are given; otherwise as many as hardly delay the next
+                step, and the others after later steps.
+        """
         if self._fetcher is not None and num_tokens >= _LEAST_TOKENS:
             per_token, known = seconds / num_tokens, self._fetcher.seconds_per_token
             self._fetcher.seconds_per_token = per_token if known is None else 0.9 * known + 0.1 * per_token
         if self._fresh:
-            fresh, self._fresh = self._fresh, {}
-            self._give(fresh)
+            self._give_some(None if is_last else BYTES_A_STEP)
 
-    def _give(self, fresh: Mapping[int, tuple[int, bytes]]) -> None:
+    def _give_some(self, most: int | None) -> None:
+        """Give pages of at most so many bytes to the stores, the oldest first; None for all pages."""
+        assert self._writer is not None
+        most = sum(self._page_bytes) * len(self._fresh) if most is None else min(most, self._writer.free_bytes)
+        chosen = []
+        for block_id, (group, _) in self._fresh.items():
+            most -= self._page_bytes[group]
+            if most < 0:
+                break
+            chosen.append(block_id)
+        self._give(chosen)
+
+    def _give(self, block_ids: Sequence[int]) -> None:
         """Copy pages from the device, and queue them for the stores."""
         assert self._writer is not None
         assert self._records is not None
         of_groups: dict[int, list[int]] = {}
-        for block_id, (group, _) in fresh.items():
-            of_groups.setdefault(group, []).append(block_id)
-        for group, block_ids in of_groups.items():
-            pages = self._pages.read(group, block_ids, non_blocking=True)
-            is_copied = None
-            if pages.is_pinned():
-                is_copied = torch.cuda.Event()
-                is_copied.record()
-            keys = [fresh[block_id][1] for block_id in block_ids]
-            self._writer.put(Batch(self._records, group, keys, pages, is_copied))
-            self._known.update(dict.fromkeys((group, key) for key in keys))
+        for block_id in block_ids:
+            of_groups.setdefault(self._fresh[block_id][0], []).append(block_id)
+        for group, of_group in of_groups.items():
+            at_once = max(1, BYTES_A_STEP // self._page_bytes[group])
+            for start in range(0, len(of_group), at_once):
+                some = of_group[start : start + at_once]
+                pages = self._pages.read(group, some, non_blocking=True)
+                is_copied = None
+                if pages.is_pinned():
+                    is_copied = torch.cuda.Event()
+                    is_copied.record()
+                keys = [self._fresh.pop(block_id)[1] for block_id in some]
+                self._writer.put(Batch(self._records, group, keys, pages, is_copied))
+                self._known.update(dict.fromkeys((group, key) for key in keys))
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
 
@@ -277,12 +311,12 @@ class Tiers:
 
     def flush(self, seconds: float) -> bool:
         """Wait until the stores have what was computed, for some seconds at most; return whether they have."""
-        self.after_step(0, 0.0)
+        self.after_step(0, 0.0, is_last=True)
         return self._writer is None or self._writer.wait(seconds)
 
     def close(self) -> None:
         """Write what is queued, for some seconds at most, and close the stores."""
-        self.after_step(0, 0.0)
+        self.after_step(0, 0.0, is_last=True)
         if self._fetcher is not None:
             self._fetcher.close(CLOSE_SECONDS)
         if self._writer is not None:

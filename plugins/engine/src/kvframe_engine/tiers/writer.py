@@ -13,7 +13,7 @@ from kvframe import PageRecords
 from kvframe_engine.tiers.sealed_store import SealedStore
 
 MAX_QUEUED_BYTES = 256 << 20
-"""Bytes of pages that wait for the stores; further pages are dropped."""
+"""Bytes of pages that wait for the stores, as long as an engine computes."""
 
 
 @attrs.frozen(eq=False)
@@ -48,17 +48,21 @@ class PageWriter:
         self._thread = threading.Thread(target=self._run, name="kvframe-page-writer", daemon=True)
         self._thread.start()
 
+    @property
+    def free_bytes(self) -> int:
+        """The bytes of further pages that should be queued."""
+        return max(0, MAX_QUEUED_BYTES - self._num_bytes)
+
     def put(self, batch: Batch) -> None:
-        """Queue pages, or drop them if too many wait."""
+        """Queue pages."""
         with self._lock:
-            is_full = self._num_bytes + batch.pages.nbytes > MAX_QUEUED_BYTES and self._num_bytes > 0
-            if not is_full:
-                self._num_bytes += batch.pages.nbytes
-        if is_full:
-            for store in self._stores:
-                store.counts.pages_dropped += len(batch.page_keys)
-            return
+            self._num_bytes += batch.pages.nbytes
         self._batches.put(batch)
+
+    def drop(self, num_pages: int) -> None:
+        """Count pages that the stores do not get."""
+        for store in self._stores:
+            store.counts.pages_dropped += num_pages
 
     def wait(self, seconds: float) -> bool:
         """Wait until nothing is queued, for some seconds at most; return whether nothing is."""
