@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from kvframe_engine.tiers import fetcher, sealed_store
+from kvframe_engine.tiers import sealed_store, tiers, writer
 
-from kvframe import Engine, Stack, load_plugins
+from kvframe import Engine, PageRecords, Stack, load_plugins
 from kvframe.contract.errors import StackError
 from tests.models.serving import GREEDY, TinyModel, ids
 from tests.support.engines import held_pages, manager_of
@@ -149,7 +149,7 @@ def test_a_store_that_fails_costs_hits_only(llama: TinyModel, shelf: Shelf, monk
 def test_a_store_that_never_answers_delays_a_request_only_shortly(
     llama: TinyModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetcher, "LEAST_WAIT", 0.05)
+    monkeypatch.setattr(tiers, "LEAST_WAIT", 0.05)
     asked = expected(llama, ASKED)
     with llama.engine(block_size=4, stores=["shelf"]) as engine:
         shelf.gate.clear()
@@ -176,6 +176,56 @@ def test_pages_of_changed_weights_are_not_found(llama: TinyModel, shelf: Shelf) 
             with torch.no_grad():
                 model.model.model.embed_tokens.weight.div_(1.5)
     assert 2 == len(shelf.origins)
+
+
+def test_host_memory_forgets_pages_of_other_weights(llama: TinyModel) -> None:
+    with small_engine(llama, host_memory="1MiB") as engine:
+        tokens(engine, [*ASKED, *OTHERS])
+        assert engine.stats().host_blocks > 0
+        engine.reset_prefix_cache()
+        manager_of(engine).audit()
+        assert 0 == engine.stats().host_blocks
+        (output,) = engine.generate(ASKED[:1], GREEDY)
+        assert output.cached is not None
+        assert 0 == output.cached.num_tokens
+
+
+def test_keys_and_seals_depend_on_all_that_they_stand_for() -> None:
+    secret, key, page = bytes(32), b"k" * 32, memoryview(b"page")
+    records = [PageRecords(secret, ["a", "b"]), PageRecords(secret, ["ab"]), PageRecords(b"s" * 32, ["a", "b"])]
+    keys = {each.key_of(group, prefix) for each in records for group in (0, 1) for prefix in (key, b"l" * 32)}
+    assert (12, 3) == (len(keys), len({each.origin for each in records}))
+    record = records[0].seal(key, page) + bytes(page)
+    assert records[0].is_sound(key, memoryview(record))
+    assert not records[0].is_sound(b"l" * 32, memoryview(record))
+    assert not records[0].is_sound(key, memoryview(record + b"!"))
+    assert not records[2].is_sound(key, memoryview(record))
+
+
+def test_what_a_store_lost_is_given_to_it_again(llama: TinyModel, shelf: Shelf) -> None:
+    with small_engine(llama, stores=["shelf"]) as engine:
+        tokens(engine, ASKED[:1])
+        assert engine.flush_page_stores()
+        kept = set(shelf.records)
+        shelf.records.clear()
+        tokens(engine, OTHERS)
+        tokens(engine, ASKED[:1])
+        assert engine.flush_page_stores()
+        # Pages that were still on the device are not given again.
+        assert len(kept & set(shelf.records)) > 0
+
+
+def test_pages_that_no_store_takes_in_time_stay_on_the_device(
+    llama: TinyModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "MAX_QUEUED_BYTES", 0)
+    asked = expected(llama, ASKED)
+    with llama.engine(block_size=4, stores=["shelf"], max_num_seqs=1) as engine:
+        assert asked == tokens(engine, ASKED)
+        assert engine.flush_page_stores()
+        # While the second request ran, nothing was queued; at its end, all pages were.
+        assert 0 == engine.stats().stores["shelf"].pages_dropped
+        assert len(shelf.records) == engine.stats().stores["shelf"].pages_stored > 10
 
 
 def test_a_store_without_a_secret_needs_a_key(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
