@@ -22,7 +22,7 @@ import attrs
 from kvframe.contract.growth import Growing
 
 
-class OpenPageStore(ABC):
+class OpenPageStore(Growing, ABC):
     """An open store: what ``PageStore.open`` returns.
 
     Its methods may block, and one thread at a time calls them. They raise any exception if the store fails: the engine

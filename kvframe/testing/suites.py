@@ -23,6 +23,7 @@ import pytest
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.formats import KVFormat
+from kvframe.contract.page_store import PageStore
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.plugins import load_plugins
@@ -33,6 +34,7 @@ from kvframe.testing.case import Case
 from kvframe.testing.checks import Check, Checks
 from kvframe.testing.eviction import policy_checks
 from kvframe.testing.formats import format_checks
+from kvframe.testing.page_stores import page_store_checks
 from kvframe.testing.runs import TRAITS
 from kvframe.testing.sample import TOGETHER
 from kvframe.testing.spec_checks import BLOCK_SIZES, MAX_TOKENS, spec_checks
@@ -219,3 +221,13 @@ class EvictionTests(OptionTests):
     def make_checks(self, *, whole: bool) -> Checks:
         """Return the laws in pools of several sizes."""
         return self.checks_of(self.policy, "eviction", policy_checks)
+
+
+class PageStoreTests(OptionTests):
+    """Tests of a page store, ``store``: the registered name, or the class. They write to the store."""
+
+    store: ClassVar[str | type[PageStore]]
+
+    def make_checks(self, *, whole: bool) -> Checks:
+        """Return the laws, in one process and in several."""
+        return self.checks_of(self.store, "page_store", page_store_checks, whole=whole)

@@ -255,6 +255,18 @@ def test_the_matrix_is_readable_in_80_columns_and_ends_with_the_command(plugin: 
     assert "--kind backend --only " in command
 
 
+def test_a_page_store_is_checked_with_its_options(tmp_path: Path) -> None:
+    options = json.dumps({"path": str(tmp_path), "size": "1MiB"})
+    code, part = found("disk", "--options", options)
+    assert (0, "works", None) == (code, part["verdict"], part["failure"])
+    assert {"works"} == {feature["verdict"] for feature in part["features"]}
+    code, part = found("disk", "--options", options, "--only", "size=512")
+    assert (0, 1) == (code, part["num_checks"])
+    code, part = found("disk")
+    assert (2, "not checked") == (code, part["verdict"])
+    assert "'path', 'size' must be given" in part["reason"]
+
+
 @pytest.mark.parametrize("name", ["scan_resistant", "ngram", "encoder_only"])
 def test_installed_parts_of_every_small_kind_work(name: str) -> None:
     code, part = found(name)

@@ -19,7 +19,7 @@ from tests.programs import IMPORTED, run_program
 from tests.support.commands import run
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("backend", "spec", "wrapper", "format", "eviction", "proposer", "adapter")
+KINDS = ("backend", "spec", "wrapper", "format", "eviction", "page_store", "proposer", "adapter")
 LONG = "a_name_as_long_as_may_b0"
 SHORT = "x"
 WHOLE = pytest.mark.whole
@@ -75,7 +75,7 @@ def test_what_is_written_is_typed(baked: Path) -> None:
 
 def test_no_word_of_the_templates_is_left(baked: Path) -> None:
     texts = [path.read_text() for path in baked.rglob("*") if path.is_file()]
-    assert 14 * 7 <= len(texts)
+    assert 16 * 7 <= len(texts)
     for text in texts:
         assert not any(word in text for word in ("own_part", "own-part", "OwnPart", "{description}", "{api}"))
 
@@ -107,6 +107,7 @@ STACKS: dict[str, dict[str, Any]] = {
     "wrapper": {"rules": [{"layers": "*", "wrappers": ["mine_wrapper"], "backend": "torch_reference"}]},
     "format": {"cache": {"format": "mine_format"}},
     "eviction": {"cache": {"eviction": "mine_eviction"}},
+    "page_store": {"cache": {"stores": ["mine_page_store"]}},
     "proposer": {"model": {"drafts": "mine_proposer"}},
 }
 """How a stack uses the plugin. Its tokens are those of a stack without it. The adapter's own tests run a model."""

@@ -1,0 +1,591 @@
+"""Checks that a page store keeps the laws of the contract, in one process and in several. Imports no torch.
+
+A store may lose records at any time. So a check fails if a store returns other bytes than were written, says something
+else than it does, or keeps nothing at all, and not if a record is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import IO, Any, TypeVar
+
+import attrs
+
+from kvframe.contract.errors import PluginError
+from kvframe.contract.foreign import call
+from kvframe.contract.page_store import OpenPageStore, PageStore
+from kvframe.testing.checks import Check, Checks, make_part
+from kvframe.testing.laws import ConformanceError
+from kvframe.testing.store_writer import Job, key_of, record_of
+
+SIZES = (512, 4097, 65_536, 2**20, 2**24 + 7)
+"""Bytes of records; those larger than an eighth of the store are left out."""
+
+MOST_CAPACITY = 2**26
+"""The bound of a larger store is not checked, because that would take long."""
+
+NUM_KILLS, NUM_KILLS_WHOLE = 30, 300
+"""How many writers are killed in usual runs, and in whole ones."""
+
+NO_BOUND, LARGE_BOUND, OWN_PROCESS = "no_capacity", "large_capacity", "own_process"
+"""Codes of what is not checked: the store names no capacity or a large one; each process has records of its own."""
+
+_ORIGIN, _OTHER_ORIGIN = "5f" * 16, "a0" * 16
+_BATCH = 8
+_LATE_SECONDS = 0.1
+_LONGEST_SECONDS = 120.0
+"""How long a check may take before the store counts as stuck."""
+
+T = TypeVar("T")
+
+
+def check_page_store(store: PageStore) -> None:
+    """Check a store: its options, every method, two that are open at once, and processes that write and are killed.
+
+    * *form*: the store is frozen, equal if its options are, and its answers have the promised types and lengths;
+    * *whole*: a record is read as it was written, or not at all: also while it is written, after its writer was
+      killed, after it was written again, and if the buffer has another size;
+    * *copies*: a record does not change if the buffers do that were given to ``write``, and no buffer changes after
+      ``read`` has returned;
+    * *honest*: what ``find`` says, ``read`` does; ``write`` returns how many keys have a record; what is forgotten is
+      not found;
+    * *useful*: at least half of a few records are found, also when the store was closed and opened again;
+    * *bound*: the records that are found are at most the store's capacity, and new records replace others.
+    """
+    for check in _checks_of(store, NUM_KILLS):
+        check.run()
+
+
+def page_store_checks(
+    store_class: type[PageStore], options: Mapping[str, Any] | None = None, *, name: str = "", whole: bool = False
+) -> Checks:
+    """Return the checks of a store, which write to it; ``whole`` kills more writers."""
+    part = f"page store {name or store_class.name!r}"
+    store = make_part(part, store_class, options)
+    again = make_part(part, store_class, options)
+    form = Check(name="options", features=("options",), run=partial(_check_options, store, again))
+    return Checks(part=part, checks=(form, *_checks_of(store, NUM_KILLS_WHOLE if whole else NUM_KILLS)))
+
+
+def _checks_of(store: PageStore, num_kills: int) -> list[Check]:
+    capacity = _call("capacity", lambda: store.capacity)
+    is_size = type(capacity) is int and capacity > 0
+    _require(capacity is None or is_size, f"form: capacity has to be a number of bytes or None, not {capacity!r}")
+    sizes = [size for size in SIZES if capacity is None or size <= capacity // 8] or [SIZES[0]]
+    checks: list[tuple[str, str, Callable[[PageStore], str | None]]] = [
+        ("secret", "the secret", _check_secret),
+        ("empty", "empty batches", _check_empty),
+        ("unknown", "unknown keys", _check_unknown),
+        *((f"size={size}", f"records of {size:,} bytes", partial(_check_round_trip, size=size)) for size in sizes),
+        ("contents", "any bytes", _check_contents),
+        ("similar-keys", "similar keys", _check_similar_keys),
+        ("many", "many records at once", _check_many),
+        ("other-sizes", "buffers of another size", _check_other_sizes),
+        ("duplicates", "keys that are given twice", _check_duplicates),
+        ("written-again", "records that are written again", _check_written_again),
+        ("copies", "buffers that change after a write", _check_copies),
+        ("late", "answers that are late", _check_late),
+        ("forget", "forgotten records", _check_forget),
+        ("reopen", "closing and opening again", _check_reopen),
+        ("two-open", "two open stores", _check_two_open),
+        ("origins", "several origins", _check_origins),
+        ("bound", "the bound", _check_bound),
+        ("processes", "two writers and a reader in processes", _check_processes),
+        (f"killed={num_kills}", "writers that are killed", partial(_check_killed, num_kills=num_kills)),
+    ]
+    return [Check(name=name, features=(feature,), run=partial(_in_thread, run, store)) for name, feature, run in checks]
+
+
+# --- a store whose answers are checked --------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class _Asked:
+    """An open store, each of whose answers has its form checked."""
+
+    opened: OpenPageStore
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        return _flags("find", _call("find()", self.opened.find, keys), len(keys))
+
+    def read(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bytes | None]:
+        """Return the records, None for each that was not read."""
+        buffers = [bytearray(size) for size in sizes]
+        are_read = self.read_into(keys, buffers)
+        return [bytes(buffer) if is_read else None for buffer, is_read in zip(buffers, are_read, strict=True)]
+
+    def read_into(self, keys: Sequence[bytes], buffers: Sequence[bytearray]) -> list[bool]:
+        views = [memoryview(buffer) for buffer in buffers]
+        return _flags("read", _call("read()", self.opened.read, keys, views), len(keys))
+
+    def write(self, keys: Sequence[bytes], records: Sequence[bytes | bytearray]) -> int:
+        views = [memoryview(record).toreadonly() for record in records]
+        count = _call("write()", self.opened.write, keys, views)
+        _require(
+            type(count) is int and 0 <= count <= len(keys),
+            f"form: write() of {len(keys)} keys has to return a number up to that, not {count!r}",
+        )
+        return count
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        _call("forget()", self.opened.forget, keys)
+
+    def close(self) -> None:
+        _call("close()", self.opened.close)
+
+    def keep(self, keys: Sequence[bytes], num_bytes: int) -> None:
+        """Write the records of keys; require that half of them are found, and as many as ``write`` says."""
+        count = self.write(keys, [record_of(key, num_bytes) for key in keys])
+        num_found = sum(self.find(keys))
+        _require(count == num_found, f"honest: write() says {count} keys have a record, and find() finds {num_found}")
+        _require(2 * count >= len(keys), f"useful: of {len(keys)} records of {num_bytes:,} bytes, {count} are kept")
+
+    def require_right(self, keys: Sequence[bytes], num_bytes: int, *, when: str) -> int:
+        """Require that found records are read and have their bytes; return how many were read."""
+        are_found = self.find(keys)
+        records = self.read(keys, [num_bytes] * len(keys))
+        for key, is_found, record in zip(keys, are_found, records, strict=True):
+            _require(
+                record is None or record == record_of(key, num_bytes),
+                f"whole: a record of {num_bytes:,} bytes is read with other bytes {when}",
+            )
+            _require(is_found or record is None, f"honest: a record is read that find() does not find, {when}")
+            _require(record is not None or not is_found, f"honest: find() finds a record that is not read, {when}")
+        return sum(record is not None for record in records)
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ConformanceError(otherwise)
+
+
+def _call(method: str, function: Callable[..., T], *arguments: Any) -> T:
+    try:
+        return call(f"form: {method}", function, *arguments)
+    except PluginError as error:
+        raise ConformanceError(str(error)) from error.__cause__
+
+
+def _flags(method: str, answers: Any, length: int) -> list[bool]:
+    try:
+        flags = list(answers)
+    except TypeError:
+        flags = []
+    _require(
+        len(flags) == length and all(flag in (True, False) for flag in flags),
+        f"form: {method}() of {length} keys has to return as many times True or False, not {answers!r}",
+    )
+    return [bool(flag) for flag in flags]
+
+
+@contextmanager
+def _opened(store: PageStore, origin: str = _ORIGIN) -> Iterator[_Asked]:
+    opened = _call("open()", store.open, origin)
+    _require(isinstance(opened, OpenPageStore), f"form: open() has to return an OpenPageStore, not {opened!r}")
+    asked = _Asked(opened)
+    try:
+        yield asked
+    finally:
+        asked.close()
+
+
+def _new_keys(count: int) -> list[bytes]:
+    seed = os.urandom(8).hex()
+    return [key_of(seed, index) for index in range(count)]
+
+
+def _in_thread(run: Callable[[PageStore], str | None], store: PageStore) -> str | None:
+    """Run a check in a thread of its own, as an engine does, and give up on a store that is stuck."""
+    result: list[str | None] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            result.append(run(store))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(_LONGEST_SECONDS)
+    _require(not thread.is_alive(), f"useful: the store has not answered for {_LONGEST_SECONDS:.0f} seconds")
+    for error in errors:
+        if isinstance(error, ConformanceError):
+            raise ConformanceError(f"{store!r}: {error}") from error
+        raise error
+    return result[0]
+
+
+# --- options and declarations -----------------------------------------------------------------------------------------
+
+
+def _check_options(store: PageStore, again: PageStore) -> None:
+    _require(store == again, f"form: two stores with the same options differ: {store!r} and {again!r}")
+    try:
+        hash(store)
+    except TypeError as error:
+        raise ConformanceError(f"form: a store is a frozen value, and {store!r} has no hash: {error}") from error
+
+
+def _check_secret(store: PageStore) -> None:
+    secrets = [_call("local_secret()", store.local_secret) for _ in range(2)]
+    for secret in secrets:
+        is_secret = isinstance(secret, bytes) and len(secret) == 32
+        _require(secret is None or is_secret, "form: local_secret() has to return 32 bytes or None")
+    _require(secrets[0] == secrets[1], "form: local_secret() returns another secret when it is called again")
+
+
+# --- one open store ---------------------------------------------------------------------------------------------------
+
+
+def _check_empty(store: PageStore) -> None:
+    with _opened(store) as asked:
+        asked.find([])
+        asked.read([], [])
+        asked.write([], [])
+        asked.forget([])
+
+
+def _check_unknown(store: PageStore) -> None:
+    with _opened(store) as asked:
+        keys = _new_keys(_BATCH)
+        _require(not any(asked.find(keys)), "honest: find() finds keys that were never written")
+        _require(
+            asked.read(keys, [SIZES[0]] * len(keys)) == [None] * len(keys),
+            "honest: read() reads records that were never written",
+        )
+        asked.forget(keys)
+        known = _new_keys(_BATCH)
+        asked.keep(known, SIZES[0])
+        mixed = [key for pair in zip(keys, known, strict=True) for key in pair]
+        asked.require_right(mixed, SIZES[0], when="beside unknown keys")
+        _require(not any(asked.find(mixed)[::2]), "honest: find() finds unknown keys beside known ones")
+
+
+def _check_round_trip(store: PageStore, *, size: int) -> None:
+    most_bytes = min(2**25, (store.capacity or 2**40) // 4)
+    with _opened(store) as asked:
+        keys = _new_keys(max(1, min(_BATCH, most_bytes // size)))
+        asked.keep(keys, size)
+        _require(asked.require_right(keys, size, when="after it was written") > 0, "useful: nothing is read")
+        asked.require_right(keys[::-1], size, when="in another order")
+
+
+def _check_contents(store: PageStore) -> None:
+    """Check bytes that a store could take for an end, a space or nothing."""
+    size = SIZES[0]
+    contents = [bytes(size), b"\xff" * size, b" " * size, b"\r\n" * (size // 2), bytes(range(256)) * (size // 256)]
+    contents += [bytes(size - 1) + b"\n", b"\x1a" + bytes(size - 1)]
+    with _opened(store) as asked:
+        keys = _new_keys(len(contents))
+        asked.write(keys, contents)
+        for content, record in zip(contents, asked.read(keys, [size] * len(keys)), strict=True):
+            _require(record in (None, content), f"whole: a record of bytes like {content[-3:]!r} is read with others")
+
+
+def _check_similar_keys(store: PageStore) -> None:
+    """Check keys that differ in a bit, or have bytes with a meaning in texts and names of files."""
+    (base,) = _new_keys(1)
+    number = int.from_bytes(base, "big")
+    keys = [base, *((number ^ (1 << bit)).to_bytes(32, "big") for bit in range(256))]
+    keys += [byte * 32 for byte in (b"\0", b"\n", b"/", b".", b" ", b"\xff", b"a", b"A")]
+    with _opened(store) as asked:
+        asked.forget(keys)
+        half = keys[::2]
+        asked.keep(half, SIZES[0])
+        asked.require_right(keys, SIZES[0], when="beside similar keys")
+        _require(not any(asked.find(keys[1::2])), "honest: find() finds a key that is similar to a written one")
+
+
+def _check_many(store: PageStore) -> None:
+    capacity = store.capacity or 2**24
+    with _opened(store) as asked:
+        keys = _new_keys(max(_BATCH, min(2000, capacity // (8 * SIZES[0]))))
+        asked.keep(keys, SIZES[0])
+        asked.require_right(keys, SIZES[0], when="among many")
+
+
+def _check_other_sizes(store: PageStore) -> None:
+    size, others = SIZES[0], [1, 256, 511, 513, 4096]
+    with _opened(store) as asked:
+        keys = _new_keys(_BATCH)
+        asked.keep(keys, size)
+        for other in others:
+            _require(
+                asked.read(keys, [other] * len(keys)) == [None] * len(keys),
+                f"whole: a record of {size} bytes is read to a buffer of {other}",
+            )
+        sizes = [size if index % 2 else others[index // 2] for index in range(len(keys))]
+        records = asked.read(keys, sizes)
+        _require(records[::2] == [None] * len(records[::2]), "whole: records are read to buffers of another size")
+        _require(
+            all(record in (None, record_of(key, size)) for key, record in zip(keys, records, strict=True)),
+            "whole: a record is read with other bytes beside buffers of another size",
+        )
+        asked.require_right(keys, size, when="after buffers of another size")
+
+
+def _check_duplicates(store: PageStore) -> None:
+    with _opened(store) as asked:
+        keys = _new_keys(_BATCH)
+        twice = [key for key in keys for _ in range(2)]
+        count = asked.write(twice, [record_of(key, SIZES[0]) for key in twice])
+        _require(count == sum(asked.find(twice)), "honest: write() counts keys that are given twice in another way")
+        asked.require_right(twice, SIZES[0], when="if its key is given twice")
+        asked.keep(keys, SIZES[0])
+        asked.require_right(keys, SIZES[0], when="after it was written twice")
+        asked.forget(twice)
+        _require(not any(asked.find(keys)), "honest: records are found after they were forgotten twice")
+
+
+def _check_written_again(store: PageStore) -> None:
+    """Check that one whole record stays, of either size."""
+    small, large = SIZES[0], SIZES[1]
+    with _opened(store) as asked:
+        keys = _new_keys(_BATCH)
+        asked.keep(keys, small)
+        whole = {key: [record_of(key, small)] for key in keys}
+        for turn, size in enumerate((small, large, small)):
+            records = [record_of(key[:turn], size) for key in keys]
+            for key, record in zip(keys, records, strict=True):
+                whole[key].append(record)
+            count = asked.write(keys, records)
+            _require(count == sum(asked.find(keys)), "honest: write() counts keys that have a record in another way")
+            for key, first, second in zip(
+                keys, asked.read(keys, [small] * len(keys)), asked.read(keys, [large] * len(keys)), strict=True
+            ):
+                _require(first is None or second is None, "whole: a key has records of two sizes")
+                _require(
+                    all(record is None or record in whole[key] for record in (first, second)),
+                    "whole: a record that was written again is read with bytes of both",
+                )
+
+
+def _check_copies(store: PageStore) -> None:
+    with _opened(store) as asked:
+        keys = _new_keys(_BATCH)
+        buffers = [bytearray(record_of(key, SIZES[1])) for key in keys]
+        asked.write(keys, buffers)
+        for buffer, key in zip(buffers, keys, strict=True):
+            _require(bytes(buffer) == record_of(key, SIZES[1]), "copies: write() changes the records that it is given")
+            buffer[:] = bytes(len(buffer))
+        asked.require_right(keys, SIZES[1], when="after the buffers changed that were given to write()")
+
+
+def _check_late(store: PageStore) -> None:
+    """Check that nothing happens to a buffer after ``read`` has returned."""
+    with _opened(store) as asked:
+        keys, unknown = _new_keys(_BATCH), _new_keys(_BATCH)
+        asked.keep(keys, SIZES[2])
+        buffers = [bytearray(SIZES[2]) for _ in (*keys, *unknown)]
+        are_read = asked.read_into([*keys, *unknown], buffers)
+        for key, is_read, buffer in zip(keys, are_read, buffers, strict=False):
+            _require(
+                not is_read or bytes(buffer) == record_of(key, SIZES[2]),
+                "whole: a buffer does not have its record when read() returns",
+            )
+        for buffer in buffers:
+            buffer[:] = b"\x55" * len(buffer)
+        time.sleep(_LATE_SECONDS)
+        for buffer in buffers:
+            _require(bytes(buffer) == b"\x55" * len(buffer), "copies: a buffer changes after read() has returned")
+
+
+def _check_forget(store: PageStore) -> None:
+    with _opened(store) as asked:
+        keys, wrong = _new_keys(_BATCH), _new_keys(_BATCH)
+        for key, other in zip(keys, wrong, strict=True):
+            asked.keep([key, other], SIZES[0])
+        asked.forget([*wrong, *_new_keys(2)])
+        _require(not any(asked.find(wrong)), "honest: forgotten records are found")
+        _require(
+            asked.read(wrong, [SIZES[0]] * len(wrong)) == [None] * len(wrong), "honest: forgotten records are read"
+        )
+        asked.require_right(keys, SIZES[0], when="after others were forgotten")
+        asked.keep(wrong, SIZES[0])
+        asked.require_right(wrong, SIZES[0], when="after it was forgotten and written again")
+        asked.forget(wrong)
+    with _opened(store) as asked:
+        _require(not any(asked.find(wrong)), "honest: forgotten records are found when the store is opened again")
+
+
+# --- several open stores ----------------------------------------------------------------------------------------------
+
+
+def _check_reopen(store: PageStore) -> None:
+    keys = _new_keys(_BATCH)
+    with _opened(store) as asked:
+        asked.keep(keys, SIZES[1])
+    with _opened(store) as asked:
+        num_read = asked.require_right(keys, SIZES[1], when="after the store was opened again")
+        _require(2 * num_read >= len(keys), f"useful: of {len(keys)} records, a store opened again has {num_read}")
+        asked.keep(_new_keys(_BATCH), SIZES[1])
+
+
+def _check_two_open(store: PageStore) -> None:
+    keys = _new_keys(2 * _BATCH)
+    with _opened(store) as one, _opened(store) as other:
+        for index, key in enumerate(keys):
+            writer, reader = (one, other) if index % 2 else (other, one)
+            writer.keep([key], SIZES[0])
+            reader.require_right(keys, SIZES[0], when="by a second open store")
+        one.forget(keys[:_BATCH])
+        other.require_right(keys[_BATCH:], SIZES[0], when="after a second open store forgot others")
+        other.forget(keys[:_BATCH])
+        for asked in (one, other):
+            _require(not any(asked.find(keys[:_BATCH])), "honest: records are found that both open stores forgot")
+    with _opened(store) as asked:
+        asked.require_right(keys, SIZES[0], when="after two open stores were closed")
+
+
+def _check_origins(store: PageStore) -> None:
+    keys, others = _new_keys(_BATCH), _new_keys(_BATCH)
+    with _opened(store) as one, _opened(store, _OTHER_ORIGIN) as other:
+        one.keep(keys, SIZES[0])
+        other.keep(others, SIZES[1])
+        one.require_right(keys, SIZES[0], when="beside another origin")
+        other.require_right(others, SIZES[1], when="beside another origin")
+
+
+def _check_bound(store: PageStore) -> str | None:
+    capacity = store.capacity
+    if capacity is None:
+        return NO_BOUND
+    if capacity > MOST_CAPACITY:
+        return LARGE_BOUND
+    size = max(256, min(2**20, capacity // 32))
+    keys = _new_keys(2 * capacity // size)
+    with _opened(store) as asked:
+        for start in range(0, len(keys), 4):
+            asked.write(keys[start : start + 4], [record_of(key, size) for key in keys[start : start + 4]])
+        num_read = asked.require_right(keys, size, when="in a full store")
+        _require(
+            num_read * size <= capacity, f"bound: {num_read} records of {size:,} bytes are found in {capacity:,} bytes"
+        )
+        _require(any(asked.find(keys[-4:])), "bound: a full store keeps no new records")
+        _require(num_read > 1, "bound: a full store keeps one record only")
+        (larger,) = _new_keys(1)
+        asked.write([larger], [bytes(capacity + 1)])
+        _require(not any(asked.find([larger])), "bound: a record is found that is larger than the store")
+    return None
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _writing(*jobs: Job) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start a process for each job, and wait until its store is open; processes that are left over are killed."""
+    command = [sys.executable, "-m", "kvframe.testing.store_writer"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with contextlib.ExitStack() as stack:
+        errors = stack.enter_context(tempfile.TemporaryFile())
+        processes = []
+        for job in jobs:
+            try:
+                pickled = pickle.dumps(job)
+            except Exception as error:
+                raise ConformanceError(f"form: the store cannot be given to another process: {error}") from error
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            _pipe(process.stdin).write(pickled)
+            _pipe(process.stdin).flush()
+            processes.append(process)
+        for process in processes:
+            is_open = _pipe(process.stdout).readline() == b"open\n"
+            _require(is_open, f"form: open() failed in another process: {_last_line(errors)}")
+        yield processes
+        for process in processes:
+            is_right = process.wait() in (0, -signal.SIGKILL)
+            _require(is_right, f"form: a process that writes beside others failed: {_last_line(errors)}")
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it printed no error"
+
+
+def _check_processes(store: PageStore) -> str | None:
+    """Read while two processes write the same keys, and forget some of them."""
+    size = _fitting(store, 2**18)
+    job = Job(
+        store=store,
+        origin=_ORIGIN,
+        seed=os.urandom(8).hex(),
+        num_keys=9,
+        num_rounds=60,
+        record_bytes=size,
+        batch=3,
+        forgets=True,
+    )
+    keys = [key_of(job.seed, index) for index in range(job.num_keys)]
+    num_read = 0
+    with _opened(store) as asked, _writing(job, attrs.evolve(job, backwards=True)) as processes:
+        # A process that cannot print waits, so its lines are read.
+        for process in processes:
+            threading.Thread(target=_pipe(process.stdout).read, daemon=True).start()
+        while any(process.poll() is None for process in processes):
+            records = asked.read(keys, [size] * len(keys))
+            for key, record in zip(keys, records, strict=True):
+                _require(
+                    record is None or record == record_of(key, size),
+                    "whole: a record is read with other bytes while two processes write it",
+                )
+            num_read += sum(record is not None for record in records)
+        num_read += asked.require_right(keys, size, when="after two processes wrote it")
+        asked.keep(_new_keys(_BATCH), SIZES[0])
+    return None if num_read else OWN_PROCESS
+
+
+def _check_killed(store: PageStore, *, num_kills: int) -> None:
+    """Kill processes that write, and read everything that they could have written."""
+    job = Job(
+        store=store,
+        origin=_ORIGIN,
+        seed=os.urandom(8).hex(),
+        num_keys=10**6,
+        num_rounds=1,
+        record_bytes=_fitting(store, 2**18),
+        batch=8,
+        num_kills=num_kills,
+    )
+    with _opened(store) as asked, _writing(job) as (process,):
+        for kill in range(num_kills):
+            num_batches = 0
+            while (line := _pipe(process.stdout).readline()) != b"killed\n":
+                _require(line != b"", "form: a process that starts writers ended")
+                num_batches += line == b"batch\n"
+            # The last batch is the one that was being written.
+            first, last = max(0, num_batches - 8), num_batches + 1
+            keys = [key_of(job.killed_seed(kill), index) for index in range(job.batch * first, job.batch * last)]
+            asked.require_right(keys, job.record_bytes, when="after its writer was killed")
+            _pipe(process.stdin).write(b"next\n")
+            _pipe(process.stdin).flush()
+        keys = keys[-job.batch :]
+        asked.keep(keys, job.record_bytes)
+        asked.require_right(keys, job.record_bytes, when="after another writer was killed while it wrote it")
+
+
+def _fitting(store: PageStore, num_bytes: int) -> int:
+    """Return a size of records of which the store has 32."""
+    return num_bytes if store.capacity is None else max(256, min(num_bytes, store.capacity // 64))
