@@ -19,8 +19,9 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import PlanError
 from kvframe.contract.formats import StateTensor
+from kvframe.contract.sizes import MAX_SIZE
 from kvframe.contract.specs import LayerSpec
-from kvframe.loading.checks import MAX_SIZE, MAX_WHOLE
+from kvframe.loading.checks import MAX_WHOLE
 from kvframe.planning import memory
 from kvframe.planning.groups import group_layers
 from kvframe.planning.memory import allocating, check_host_bytes, free_bytes, physical_bytes
