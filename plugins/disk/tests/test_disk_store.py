@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
+import os
+import resource
+import secrets
+import shutil
+import signal
 import stat
-from collections.abc import Sequence
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from kvframe_disk.store import DiskStore
 
 from kvframe.contract import OpenPageStore
+from kvframe.testing.suites import PageStoreTests
 
 ORIGIN, OTHER_ORIGIN = "0" * 32, "f" * 32
 MIB = 2**20
@@ -45,6 +57,22 @@ def batch_files(path: Path) -> list[Path]:
 
 def disk_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+# --- the laws ---------------------------------------------------------------------------------------------------------
+
+FOLDER = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
+
+
+class TestSmallDisk(PageStoreTests):
+    store = "disk"
+    options: ClassVar[Mapping[str, Any]] = {"path": f"{FOLDER}/small", "size": "1MiB"}
+
+
+class TestDisk(PageStoreTests):
+    store = "disk"
+    options: ClassVar[Mapping[str, Any]] = {"path": f"{FOLDER}/large", "size": "256MiB", "max_unused_days": None}
 
 
 # --- what is found ----------------------------------------------------------------------------------------------------
@@ -114,3 +142,222 @@ def test_the_secret_is_drawn_once_and_only_its_owner_can_read_it(tmp_path: Path)
     file.chmod(0o640)
     with pytest.raises(PermissionError, match="other users can read the secret of stored pages"):
         DiskStore(path=tmp_path, size=MIB).local_secret()
+
+
+def test_engines_that_start_at_once_agree_on_the_secret(tmp_path: Path) -> None:
+    code = f"""
+from kvframe_disk.store import DiskStore
+print(DiskStore(path={str(tmp_path / "pages")!r}, size="1GiB").local_secret().hex())
+"""
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(4)]
+    assert 1 == len({process.communicate()[0] for process in started})
+    assert ["secret"] == [file.name for file in (tmp_path / "pages" / "kvframe-pages-1").glob("secret*")]
+
+
+def test_a_secret_of_a_wrong_length_is_refused(tmp_path: Path) -> None:
+    DiskStore(path=tmp_path, size=MIB).local_secret()
+    (tmp_path / "kvframe-pages-1" / "secret").write_bytes(b"short")
+    with pytest.raises(OSError, match="has the wrong length: remove it"):
+        DiskStore(path=tmp_path, size=MIB).local_secret()
+
+
+def test_a_secret_behind_a_link_is_refused(tmp_path: Path) -> None:
+    DiskStore(path=tmp_path, size=MIB).local_secret()
+    secret = tmp_path / "kvframe-pages-1" / "secret"
+    secret.rename(tmp_path / "elsewhere")
+    secret.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="has no usable secret: Too many levels of symbolic links"):
+        DiskStore(path=tmp_path, size=MIB).local_secret()
+
+
+def test_only_the_owner_can_list_the_records(tmp_path: Path) -> None:
+    write(open_store(tmp_path / "pages"), [1])
+    for path in [tmp_path / "pages" / "kvframe-pages-1", *(tmp_path / "pages" / "kvframe-pages-1").rglob("*")]:
+        assert 0 == stat.S_IMODE(path.stat().st_mode) & 0o077
+
+
+# --- age --------------------------------------------------------------------------------------------------------------
+
+
+def grow_older(path: Path, days: float) -> None:
+    for file in batch_files(path):
+        os.utime(file, (time.time() - days * 86_400,) * 2)
+
+
+def test_records_that_were_not_used_for_long_are_removed(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_unused_days=2)
+    write(store, [1])
+    write(store, [2])
+    grow_older(tmp_path, 2.1)
+    assert read(store, 2) is not None
+    assert [2] == found(open_store(tmp_path, max_unused_days=2), [1, 2])
+    grow_older(tmp_path, 1000)
+    assert [2] == found(open_store(tmp_path, max_unused_days=None), [1, 2])
+    assert [] == found(open_store(tmp_path), [1, 2])
+
+
+# --- files that are not whole -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 7, 8, 15, 16, 40, 95, 96, 97, 15_000, 15_135])
+def test_a_shortened_file_has_no_records(tmp_path: Path, length: int) -> None:
+    write(open_store(tmp_path), [1, 2, 3])
+    (file,) = batch_files(tmp_path)
+    assert 15_136 == file.stat().st_size
+    os.truncate(file, length)
+    store = open_store(tmp_path)
+    assert [] == found(store, [1, 2, 3])
+    assert 3 == write(store, [1, 2, 3])
+    assert bytes([2]) * 5000 == read(store, 2)
+
+
+def test_a_file_that_is_shortened_while_it_is_known_has_its_first_records(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write(store, [1, 2, 3])
+    os.truncate(batch_files(tmp_path)[0], 12_000)
+    assert [True, True, False] == [read(store, number) is not None for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("content", [b"", b"kvframe1", b"kvframe1" + b"\xff" * 8, b"kvframe2" + bytes(8), bytes(5000)])
+def test_a_foreign_file_is_left_alone_until_the_folder_is_full(tmp_path: Path, content: bytes) -> None:
+    store = open_store(tmp_path, MIB)
+    foreign = tmp_path / "kvframe-pages-1" / "records" / f"{ORIGIN}-foreign"
+    foreign.write_bytes(content)
+    write(store, [1])
+    assert foreign.exists()
+    for number in range(300):
+        write(store, [number])
+    assert not foreign.exists()
+
+
+def write_until_killed(path: Path) -> None:
+    store = open_store(path, 64 * MIB)
+    number = 0
+    while True:
+        write(store, [number, number + 1, number + 2], 100_000)
+        number += 3
+
+
+def test_a_killed_writer_leaves_no_half_record_and_no_file_for_long(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    for _ in range(3):
+        process = context.Process(target=write_until_killed, args=(tmp_path,))
+        process.start()
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "kvframe-pages-1" / "records").exists() or not batch_files(tmp_path):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(secrets.randbelow(50) / 1000)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        store = open_store(tmp_path, 64 * MIB)
+        for number in found(store, range(600)):
+            assert bytes([number % 251]) * 100_000 == read(store, number, 100_000)
+        assert [] == [*(tmp_path / "kvframe-pages-1" / "writing").iterdir()]
+
+
+def test_a_file_that_is_being_written_is_not_removed(tmp_path: Path) -> None:
+    """Another process holds the lock of its file while it writes, and that of the folder while it looks for others."""
+    import fcntl
+
+    store = open_store(tmp_path)
+    living, dead = (tmp_path / "kvframe-pages-1" / "writing" / name for name in ("living", "dead"))
+    dead.write_bytes(b"half")
+    with living.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        write(store, [1])
+        assert (True, False) == (living.exists(), dead.exists())
+    write(store, [2])
+    assert not living.exists()
+
+
+# --- a folder that cannot be used -------------------------------------------------------------------------------------
+
+
+def sentence_of(use: Callable[[], object]) -> str:
+    with pytest.raises(OSError, match="the folder of stored pages") as caught:
+        use()
+    return str(caught.value)
+
+
+def test_a_folder_that_was_removed_is_made_again_when_the_store_is_opened_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "pages")
+    write(store, [1])
+    shutil.rmtree(tmp_path / "pages")
+    assert [] == found(store, [1])
+    assert read(store, 1) is None
+    assert "cannot be written: No such file or directory" in sentence_of(lambda: write(store, [1]))
+    again = open_store(tmp_path / "pages")
+    assert 1 == write(again, [1])
+    assert 1 == write(store, [1])
+
+
+def test_a_file_where_the_folder_should_be_is_said(tmp_path: Path) -> None:
+    (tmp_path / "pages").write_text("mine")
+    assert "cannot be made: " in sentence_of(lambda: open_store(tmp_path / "pages"))
+    assert "cannot be made: " in sentence_of(lambda: open_store(tmp_path / "pages" / "deeper"))
+    assert "cannot be made: " in sentence_of(lambda: DiskStore(path=tmp_path / "pages", size=MIB).local_secret())
+
+
+def test_a_folder_without_permission_is_said(tmp_path: Path) -> None:
+    user = os.geteuid()
+    tmp_path.chmod(0o500)
+    if user == 0:
+        # Root may write everywhere.
+        os.seteuid(65534)
+    try:
+        assert "cannot be made: Permission denied" in sentence_of(lambda: open_store(tmp_path / "pages"))
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o700)
+
+
+def test_a_full_disk_fails_the_write_and_keeps_what_is_there(tmp_path: Path) -> None:
+    """A limit of the size of files stands for the full disk: the write stops in the middle of a record."""
+    store = open_store(tmp_path, 64 * MIB)
+    assert 1 == write(store, [1])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        assert "cannot be written: File too large" in sentence_of(lambda: write(store, range(2, 20)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)
+    assert [] == [*(tmp_path / "kvframe-pages-1" / "writing").iterdir()]
+    assert [1] == found(store, range(20))
+    assert 18 == write(store, range(2, 20))
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": ""}, "path must be the path of a folder, not ''"),
+        ({"path": 3}, "path must be the path of a folder, not 3"),
+        ({"path": "a\0b"}, "path must be the path of a folder"),
+        ({"size": "much"}, "size: 'much' is not a size; write a number of bytes"),
+        ({"size": 2**20 - 1}, "size must be at least 1 MiB, not 1048575"),
+        ({"max_unused_days": 0}, "max_unused_days must be a number of days above 0, not 0"),
+        ({"max_unused_days": True}, "max_unused_days must be a number of days above 0, not True"),
+        ({"max_unused_days": float("nan")}, "max_unused_days must be a number of days above 0, not nan"),
+    ],
+)
+def test_wrong_options_are_refused(options: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DiskStore(**{"path": "/pages", "size": MIB, **options})
+
+
+def test_a_home_is_found_and_making_a_store_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    store = DiskStore(path="~/pages", size="1GiB")
+    assert (2**30, []) == (store.capacity, [*tmp_path.iterdir()])
+    write(store.open(ORIGIN), [1])
+    assert 1 == len(batch_files(tmp_path / "pages"))
+    with pytest.raises(ValueError, match=r"an origin has 32 hexadecimal digits, not '\.\./evil'"):
+        store.open("../evil")
