@@ -20,7 +20,7 @@ from tests.testing.wrong_page_stores import Folder, OpenFolder
 MISTAKES: dict[type[OpenFolder], tuple[str, str]] = {
     wrong.FindsAll: ("unknown", "honest: find() finds keys that were never written"),
     wrong.FindsAsASet: ("unknown", "form: find() of 8 keys has to return as many times True or False"),
-    wrong.FindsAfterASecond: ("forget", "honest: forgotten records are found"),
+    wrong.FindsAsBefore: ("forget", "honest: forgotten records are found"),
     wrong.FailsForNothing: ("empty", "form: read() failed: ValueError: "),
     wrong.FailsForUnknown: ("unknown", "form: forget() failed: FileNotFoundError: "),
     wrong.FailsForDuplicates: ("duplicates", "form: write() failed: FileExistsError: "),

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import multiprocessing
 import os
 import resource
-import secrets
 import shutil
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -183,7 +183,7 @@ def test_only_the_owner_can_list_the_records(tmp_path: Path) -> None:
 
 def grow_older(path: Path, days: float) -> None:
     for file in batch_files(path):
-        os.utime(file, (time.time() - days * 86_400,) * 2)
+        os.utime(file, (file.stat().st_mtime - days * 86_400,) * 2)
 
 
 def test_records_that_were_not_used_for_long_are_removed(tmp_path: Path) -> None:
@@ -232,29 +232,26 @@ def test_a_foreign_file_is_left_alone_until_the_folder_is_full(tmp_path: Path, c
     assert not foreign.exists()
 
 
-def write_until_killed(path: Path) -> None:
+def write_until_killed(path: Path, written: Connection) -> None:
     store = open_store(path, 64 * MIB)
-    number = 0
-    while True:
+    for number in itertools.count(step=3):
         write(store, [number, number + 1, number + 2], 100_000)
-        number += 3
+        written.send(number)
 
 
 def test_a_killed_writer_leaves_no_half_record_and_no_file_for_long(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    for _ in range(3):
-        process = context.Process(target=write_until_killed, args=(tmp_path,))
+    for num_writes in (1, 10, 30):
+        written, end = context.Pipe(duplex=False)
+        process = context.Process(target=write_until_killed, args=(tmp_path, end))
         process.start()
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "kvframe-pages-1" / "records").exists() or not batch_files(tmp_path):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(secrets.randbelow(50) / 1000)
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
+        assert [3 * index for index in range(num_writes)] == [written.recv() for _ in range(num_writes)]
+        process.kill()
         process.join()
         store = open_store(tmp_path, 64 * MIB)
-        for number in found(store, range(600)):
+        numbers = found(store, range(600))
+        assert [*range(3 * num_writes)] == numbers[: 3 * num_writes]
+        for number in numbers:
             assert bytes([number % 251]) * 100_000 == read(store, number, 100_000)
         assert [] == [*(tmp_path / "kvframe-pages-1" / "writing").iterdir()]
 
