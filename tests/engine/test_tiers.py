@@ -10,11 +10,12 @@ import attrs
 import pytest
 import torch
 from kvframe_engine.tiers import sealed_store, tiers, writer
+from kvframe_engine.tiers.rate import ReadRate
 
 from kvframe import Engine, PageRecords, Stack, load_plugins
 from kvframe.contract.errors import StackError
 from tests.models.serving import GREEDY, TinyModel, ids
-from tests.support.engines import held_pages, manager_of
+from tests.support.engines import held_pages, manager_of, tiers_of
 from tests.support.stores import SHELVES, Shelf, shelf_plugin
 
 SYSTEM = ids(3, 37)
@@ -46,6 +47,12 @@ def shelf() -> Iterator[Shelf]:
     SHELVES.clear()
     yield SHELVES.setdefault("one", Shelf())
     SHELVES["one"].gate.set()
+
+
+@pytest.fixture(autouse=True)
+def _without_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no measured time decide what is fetched."""
+    monkeypatch.setattr(tiers, "LEAST_TOKENS", 1 << 60)
 
 
 def made(folder: Path, family: str) -> TinyModel:
@@ -241,3 +248,42 @@ def test_nothing_is_kept_without_prefix_caching(llama: TinyModel, shelf: Shelf) 
         assert engine.flush_page_stores()
     assert ({}, set()) == (shelf.records, shelf.origins)
     assert Stack().cache.all_stores == ()
+
+
+# --- what is worth it -------------------------------------------------------------------------------------------------
+
+
+def test_a_rate_follows_faster_reads_at_once_and_slower_ones_slowly() -> None:
+    rate = ReadRate()
+    assert 0.0 == rate.seconds(100)
+    rate.note(1.0, 0)
+    rate.note(10.0, 10)
+    assert 5.0 == rate.seconds(5)
+    rate.note(1.0, 10)
+    assert 0.5 == rate.seconds(5)
+    rate.note(6.0, 10)
+    assert pytest.approx(1.0) == rate.seconds(5)
+    rate.note_skip()
+    assert pytest.approx(0.9) == rate.seconds(5)
+
+
+@pytest.mark.parametrize("tiers", ["host", "store"])
+def test_what_takes_longer_to_bring_than_to_compute_is_computed(
+    llama: TinyModel, tiers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = expected(llama, ASKED)
+    with small_engine(llama, **TIERS[tiers]) as engine:
+        of_engine = tiers_of(engine)
+        rounds = []
+        for _ in range(3):
+            assert asked == tokens(engine, ASKED)
+            tokens(engine, OTHERS)
+            assert engine.flush_page_stores()
+            rounds.append(engine.stats().restored_tokens)
+            # From the second round on, bytes have been read. Tokens that take no time are always computed.
+            if len(rounds) == 2:
+                monkeypatch.setattr("kvframe_engine.tiers.tiers.LEAST_TOKENS", 1)
+                of_engine.after_step(1 << 60, 0.0, is_last=True)
+                monkeypatch.setattr("kvframe_engine.tiers.tiers.LEAST_TOKENS", 1 << 60)
+        assert 0 < rounds[1] - rounds[0]
+        assert 0 == rounds[2] - rounds[1]

@@ -51,3 +51,8 @@ def runner_of(engine: Any) -> Any:
 def held_pages(engine: Any) -> int:
     """Return the pages that requests hold in an engine's cache."""
     return manager_of(engine).num_held_pages
+
+
+def tiers_of(engine: Any) -> Any:
+    """Return the tiers of an engine's cache."""
+    return engine._tiers

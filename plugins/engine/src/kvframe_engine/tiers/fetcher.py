@@ -161,9 +161,14 @@ class PrefixFetcher:
         """Return whether reading blocks takes less time than computing tokens, as far as both are known."""
         if self.seconds_per_token is None:
             return True
-        seconds = 0.0
+        seconds = [0.0] * len(self._stores)
         for group, wanted in enumerate(missing):
-            for number, store in enumerate(self._stores, 1):
-                num_blocks = int(np.count_nonzero(wanted & (holders[group][: len(wanted)] == number)))
-                seconds += num_blocks * self._page_bytes[group] * (store.seconds_per_byte or 0.0)
-        return seconds < num_tokens * self.seconds_per_token
+            for index, store in enumerate(self._stores):
+                num_blocks = int(np.count_nonzero(wanted & (holders[group][: len(wanted)] == index + 1)))
+                seconds[index] += store.rate.seconds(num_blocks * self._page_bytes[group])
+        if sum(seconds) < num_tokens * self.seconds_per_token:
+            return True
+        for store, of_store in zip(self._stores, seconds, strict=True):
+            if of_store:
+                store.rate.note_skip()
+        return False

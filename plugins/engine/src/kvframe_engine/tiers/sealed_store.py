@@ -13,6 +13,7 @@ from kvframe import PageRecords
 from kvframe.contract import OpenPageStore, PageStore
 from kvframe.contract.foreign import safe_text
 from kvframe_engine.requests.fetch import Page
+from kvframe_engine.tiers.rate import ReadRate
 
 _log = logging.getLogger("kvframe")
 SEAL_BYTES = 32
@@ -32,7 +33,6 @@ class StoreCounts:
         bytes_read: Bytes of the pages that were read.
         bytes_written: Bytes of the pages that were given to the store.
         failures: Calls that raised.
-        seconds_reading: Seconds of the calls that read.
     """
 
     pages_found: int = 0
@@ -42,7 +42,6 @@ class StoreCounts:
     bytes_read: int = 0
     bytes_written: int = 0
     failures: int = 0
-    seconds_reading: float = 0.0
 
 
 class SealedStore:
@@ -51,12 +50,14 @@ class SealedStore:
     Attributes:
         name: The store's registered name.
         counts: What is counted of the store.
+        rate: How long it takes to read.
     """
 
     def __init__(self, store: PageStore, counts: StoreCounts) -> None:
         """Begin without opening the store."""
         self.name = store.name
         self.counts = counts
+        self.rate = ReadRate()
         self._store = store
         self._open: OpenPageStore | None = None
         self._origin = ""
@@ -103,7 +104,7 @@ class SealedStore:
         num_found = sum(page is not None for page in pages)
         self.counts.pages_found += num_found
         self.counts.bytes_read += num_found * page_bytes
-        self.counts.seconds_reading += monotonic() - began
+        self.rate.note(monotonic() - began, num_found * page_bytes)
         if wrong:
             self.counts.pages_refused += len(wrong)
             _log.warning("page store %r returned %d pages with a wrong seal; they are not used", self.name, len(wrong))
@@ -144,12 +145,6 @@ class SealedStore:
                 store.close()
             except BaseException as error:
                 _log.warning("page store %r could not be closed: %s", self.name, safe_text(error))
-
-    @property
-    def seconds_per_byte(self) -> float | None:
-        """How long the store took to read a byte so far; None before it has read any."""
-        counts = self.counts
-        return counts.seconds_reading / counts.bytes_read if counts.bytes_read else None
 
     def _opened(self, records: PageRecords) -> OpenPageStore | None:
         """Return the store, opened for an origin; None if it rests or cannot be opened."""

@@ -8,10 +8,9 @@ is admitted, and from page stores while it waits. What a tier lacks, loses or de
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from time import perf_counter
 from typing import Any
 
 import attrs
@@ -19,17 +18,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvframe import HostStorage, KVCacheManager, KVCacheStorage, PageRecords, Pin, PrefixBlocks, RangedTokens
+from kvframe import HostStorage, KVCacheManager, KVCacheStorage, PageRecords, PrefixBlocks
 from kvframe.contract import PageStore
+from kvframe.contract.foreign import safe_text
 from kvframe_engine.pool_pages import PoolPages
 from kvframe_engine.requests.fetch import Fetch
 from kvframe_engine.requests.progress import RequestProgress
 from kvframe_engine.tiers.fetcher import LEAST_WAIT, PrefixFetcher
+from kvframe_engine.tiers.move import Move
+from kvframe_engine.tiers.rate import ReadRate
 from kvframe_engine.tiers.sealed_store import SealedStore, StoreCounts
 from kvframe_engine.tiers.writer import Batch, PageWriter
 
 _log = logging.getLogger("kvframe")
-HOST = "host_memory"
 MAX_KNOWN = 1 << 20
 """Keys of pages that are remembered as stored."""
 
@@ -39,7 +40,7 @@ DEFAULT_SECONDS_PER_TOKEN = 1e-3
 BYTES_A_STEP = 16 << 20
 """The bytes of pages that are copied for the stores after a step."""
 
-_LEAST_TOKENS = 64
+LEAST_TOKENS = 64
 """Steps of fewer tokens tell little about prompts."""
 
 
@@ -112,6 +113,8 @@ class Tiers:
         self._fresh: dict[int, tuple[int, bytes]] = {}
         self._known: dict[tuple[int, bytes], None] = {}
         self._has_stores = bool(stores)
+        self._seconds_per_token: float | None = None
+        self._host_rate = ReadRate()
         self._page_bytes = [group.page_bytes for group in manager.plan.groups]
         if stores:
             counts = self.counts.stores
@@ -139,7 +142,7 @@ class Tiers:
             is_more = num_local is not None and (num_local > blocks.num_cached or blocks.lacks_inputs)
             request.fetch = Fetch(None, blocks, local, 0.0, is_done=True) if is_more else None
             return
-        per_token = self._fetcher.seconds_per_token or DEFAULT_SECONDS_PER_TOKEN
+        per_token = self._seconds_per_token or DEFAULT_SECONDS_PER_TOKEN
         num_missing = blocks.most - (num_local or 0)
         fetch = request.fetch = Fetch(self._records, blocks, local, max(LEAST_WAIT, num_missing * per_token))
         if num_local is not None and num_local + blocks.alignment > blocks.most:
@@ -193,14 +196,33 @@ class Tiers:
             return NOTHING
         if len(self.counts.stores) == 1:
             self._known.update(dict.fromkeys((group, blocks.keys[group][block]) for group, block in fetch.pages))
-        moved = _Move(self, blocks, in_host, fetch, num_tokens)
-        pin = moved.run(request)
-        if pin is None:
+        move = Move(self._manager, self._host, self._pages, blocks, in_host, fetch, num_tokens)
+        num_saved = num_tokens - blocks.num_cached
+        if not fetch.pages and self._is_slower(move.num_host_bytes, num_saved) and not blocks.lacks_inputs:
+            return NOTHING
+        began = perf_counter()
+        try:
+            fetch.pin = move.run(request)
+        except (LookupError, RuntimeError, MemoryError) as error:
+            _log.warning("a prefix could not be brought to the device, and is computed: %s", safe_text(error))
+            return NOTHING
+        if fetch.pin is None:
             return None
-        fetch.pin = pin
-        self.counts.restored_tokens += num_tokens - blocks.num_cached
-        self.counts.pages_from += moved.sources
-        return Restored(num_tokens - blocks.num_cached, tuple(sorted(moved.sources)))
+        if not fetch.pages:
+            self._host_rate.note(perf_counter() - began, move.num_host_bytes)
+        self.counts.restored_tokens += num_saved
+        self.counts.pages_from += move.sources
+        return Restored(num_saved, tuple(sorted(move.sources)))
+
+    def _is_slower(self, num_bytes: int, num_tokens: int) -> bool:
+        """Return whether copying bytes from host memory takes longer than computing tokens, as far as both are known.
+
+        On a GPU, the time of the copies is that of their launches.
+        """
+        if self._seconds_per_token is None or self._host_rate.seconds(num_bytes) < num_tokens * self._seconds_per_token:
+            return False
+        self._host_rate.note_skip()
+        return True
 
     def _blocks_of(self, request: RequestProgress, known: PrefixBlocks | None) -> PrefixBlocks:
         return self._manager.prefix_blocks(
@@ -256,9 +278,11 @@ class Tiers:
             is_last: Whether no request is left. Then all pages are given; otherwise as many as hardly delay the next
                 step, and the others after later steps.
         """
-        if self._fetcher is not None and num_tokens >= _LEAST_TOKENS:
-            per_token, known = seconds / num_tokens, self._fetcher.seconds_per_token
-            self._fetcher.seconds_per_token = per_token if known is None else 0.9 * known + 0.1 * per_token
+        if num_tokens >= LEAST_TOKENS:
+            per_token, known = seconds / num_tokens, self._seconds_per_token
+            self._seconds_per_token = per_token if known is None else 0.9 * known + 0.1 * per_token
+            if self._fetcher is not None:
+                self._fetcher.seconds_per_token = self._seconds_per_token
         if self._fresh:
             self._give_some(None if is_last else BYTES_A_STEP)
 
@@ -322,88 +346,6 @@ class Tiers:
         if self._writer is not None:
             self._writer.close(CLOSE_SECONDS)
 
-    # --- for a move ---------------------------------------------------------------------------------------------------
-
-    def copy_from_host(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Copy pages from host memory to the device."""
-        assert self._host is not None
-        self._host.copy_in(group, host_ids, block_ids)
-
-    def write_pages(self, group: int, block_ids: Sequence[int], pages: Sequence[npt.NDArray[np.uint8]]) -> None:
-        """Write fetched pages to the device."""
-        self._pages.write(group, block_ids, torch.from_numpy(np.stack(pages)))
-
-    @property
-    def manager(self) -> KVCacheManager:
-        """The cache."""
-        return self._manager
-
 
 CLOSE_SECONDS = 5.0
 """How long an engine that is closed waits for its stores."""
-
-
-class _Move:
-    """One prefix on its way to the device.
-
-    Attributes:
-        sources: How many pages came from each tier.
-    """
-
-    def __init__(
-        self,
-        tiers: Tiers,
-        blocks: PrefixBlocks,
-        in_host: Sequence[npt.NDArray[np.int32]],
-        fetch: Fetch,
-        num_tokens: int,
-    ) -> None:
-        self._tiers, self._blocks, self._in_host, self._fetch = tiers, blocks, in_host, fetch
-        self._num_tokens = num_tokens
-        # Where each needed block comes from, numbered from 1 on as ``KVCacheManager.restore`` names copies.
-        self._origins: list[tuple[int, int]] = []
-        self.sources: Counter[str] = Counter()
-
-    def run(self, request: RequestProgress) -> Pin | None:
-        """Move the prefix; return None if the pool has too few free pages."""
-        copies = [self._number(group, needed) for group, needed in enumerate(self._blocks.needed(self._num_tokens))]
-        manager, tier = self._tiers.manager, self._tiers.manager.host_tier
-        ranges = [part for part in request.ranges if part[1] <= self._num_tokens]
-        token_ids = array("I", request.token_ids[: self._num_tokens])
-        with nullcontext() if tier is None else tier.holding(self._in_host):
-            return manager.restore(
-                RangedTokens(token_ids, ranges) if ranges else token_ids,
-                copies,
-                self._copy,
-                salt=request.cache_salt,
-                inputs=request.input_sequences,
-                ranges=ranges,
-            )
-
-    def _number(self, group: int, needed: npt.NDArray[np.bool_]) -> list[int]:
-        copies = [0] * len(needed)
-        for block in np.flatnonzero(needed).tolist():
-            self._origins.append((group, block))
-            copies[block] = len(self._origins)
-        return copies
-
-    def _copy(self, group: int, numbers: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Copy pages to the device: from host memory if it has them, otherwise what was fetched."""
-        from_host: list[tuple[int, int]] = []
-        fetched: list[tuple[npt.NDArray[np.uint8], int]] = []
-        for number, block_id in zip(numbers, block_ids, strict=True):
-            _, block = self._origins[number - 1]
-            host_id = int(self._in_host[group][block])
-            if host_id:
-                from_host.append((host_id, block_id))
-            else:
-                store, page = self._fetch.pages[group, block]
-                fetched.append((page, block_id))
-                self.sources[store] += 1
-        if from_host:
-            host_ids, ids = zip(*from_host, strict=True)
-            self._tiers.copy_from_host(group, host_ids, ids)
-            self.sources[HOST] += len(ids)
-        if fetched:
-            pages, ids = zip(*fetched, strict=True)
-            self._tiers.write_pages(group, ids, pages)

@@ -1,0 +1,116 @@
+"""Moves one prefix to the device, from host memory and from what was fetched of page stores."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvframe import HostStorage, KVCacheManager, Pin, PrefixBlocks, RangedTokens
+from kvframe_engine.pool_pages import PoolPages
+from kvframe_engine.requests.fetch import Fetch, Page
+from kvframe_engine.requests.progress import RequestProgress
+
+HOST = "host_memory"
+"""The name of the host memory among the tiers."""
+
+_BYTES_AT_ONCE = 64 << 20
+"""The bytes of fetched pages that are copied to the device at once; at least one page is."""
+
+
+class Move:
+    """One prefix on its way to the device.
+
+    Attributes:
+        sources: How many pages came from each tier.
+        num_host_bytes: The bytes that come from host memory.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        host: HostStorage | None,
+        pages: PoolPages,
+        blocks: PrefixBlocks,
+        in_host: Sequence[npt.NDArray[np.int32]],
+        fetch: Fetch,
+        num_tokens: int,
+    ) -> None:
+        """Work out which blocks have to be moved.
+
+        Args:
+            manager: The cache.
+            host: The host memory; None for none.
+            pages: The device's pages.
+            blocks: The blocks of the request, and which of them are on the device.
+            in_host: Per group, the host page of each block; 0 for none.
+            fetch: What was fetched for the request.
+            num_tokens: The tokens of the prefix.
+        """
+        self._manager, self._host, self._pages = manager, host, pages
+        self._in_host, self._fetch, self._num_tokens = in_host, fetch, num_tokens
+        # Where each needed block comes from, numbered from 1 on, as ``KVCacheManager.restore`` names copies.
+        self._origins: list[tuple[int, int]] = []
+        self._copies = [self._number(group, needed) for group, needed in enumerate(blocks.needed(num_tokens))]
+        self.sources: Counter[str] = Counter()
+        self.num_host_bytes = sum(
+            manager.plan.groups[group].page_bytes
+            for group, block in self._origins
+            if in_host[group][block] and not blocks.cached[group][block]
+        )
+
+    def run(self, request: RequestProgress) -> Pin | None:
+        """Move the prefix, and pin it; return None if the pool has too few free pages.
+
+        Raises:
+            RuntimeError: A copy failed. Nothing changed.
+            LookupError: A block that was on the device is there no longer. Nothing changed.
+        """
+        tier = self._manager.host_tier
+        ranges = [part for part in request.ranges if part[1] <= self._num_tokens]
+        token_ids = array("I", request.token_ids[: self._num_tokens])
+        with nullcontext() if tier is None else tier.holding(self._in_host):
+            return self._manager.restore(
+                RangedTokens(token_ids, ranges) if ranges else token_ids,
+                self._copies,
+                self._copy,
+                salt=request.cache_salt,
+                inputs=request.input_sequences,
+                ranges=ranges,
+            )
+
+    def _number(self, group: int, needed: npt.NDArray[np.bool_]) -> list[int]:
+        """Number a group's needed blocks; return the number of each block, 0 for one that is not needed."""
+        copies = [0] * len(needed)
+        for block in np.flatnonzero(needed).tolist():
+            self._origins.append((group, block))
+            copies[block] = len(self._origins)
+        return copies
+
+    def _copy(self, group: int, numbers: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy pages to the device: from host memory if it has them, otherwise what was fetched."""
+        from_host: list[tuple[int, int]] = []
+        fetched: list[tuple[Page, int]] = []
+        for number, block_id in zip(numbers, block_ids, strict=True):
+            _, block = self._origins[number - 1]
+            host_id = int(self._in_host[group][block])
+            if host_id:
+                from_host.append((host_id, block_id))
+                self.sources[HOST] += 1
+            else:
+                store, page = self._fetch.pages[group, block]
+                fetched.append((page, block_id))
+                self.sources[store] += 1
+        if from_host:
+            assert self._host is not None
+            host_ids, ids = zip(*from_host, strict=True)
+            self._host.copy_in(group, host_ids, ids)
+        at_once = max(1, _BYTES_AT_ONCE // self._manager.plan.groups[group].page_bytes)
+        for start in range(0, len(fetched), at_once):
+            pages, ids = zip(*fetched[start : start + at_once], strict=True)
+            self._pages.write(group, ids, torch.from_numpy(np.stack(pages)))
