@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
 from kvframe.cli.live_range import describe_live_range
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kvframe.contract.specs import KVCacheSpec
     from kvframe.hosting.setup import Setup
     from kvframe.planning.plan import KVCachePlan
+    from kvframe.planning.tiers import TierCapacity
 
 _SHORTEST_LISTED_LEN = 1024
 
@@ -88,7 +90,8 @@ def plan(
     lengths = sorted(set(num_tokens)) or _listed_lens(cache_plan.max_model_len)
     if html is not None and cache_plan.groups:
         concurrency = _concurrency(cache_plan, lengths)
-        page = page_of_plan(setup.description, setup.all_layers, setup.grouping, cache_plan, concurrency)
+        tiers = [attrs.asdict(tier) for tier in setup.tiers()]
+        page = page_of_plan(setup.description, setup.all_layers, setup.grouping, cache_plan, concurrency, tiers)
         write_page(html, "plan.html", page)
     if as_json:
         print_json(_to_dict(setup, lengths))
@@ -117,7 +120,7 @@ def _computed_otherwise(setup: Setup) -> list[dict[str, Any]]:
 
 
 def _host_bytes(setup: Setup) -> int:
-    """Return the bytes of CPU memory for preempted requests."""
+    """Return the bytes of CPU memory for evicted blocks and preempted requests."""
     return setup.num_host_slabs(setup.plan) * setup.plan.slab_bytes
 
 
@@ -143,6 +146,7 @@ def _to_dict(setup: Setup, lengths: Sequence[int]) -> dict[str, Any]:
         "follows": dict(grouping.follows),
         "computed_otherwise": _computed_otherwise(setup),
         "concurrency": _concurrency(cache_plan, lengths),
+        "tiers": [attrs.asdict(tier) for tier in setup.tiers()],
     }
 
 
@@ -154,6 +158,8 @@ def _concurrency(cache_plan: KVCachePlan, lengths: Sequence[int]) -> list[dict[s
 
 
 def _print(setup: Setup, lengths: Sequence[int]) -> None:
+    from kvframe.planning.tiers import HOST_MEMORY
+
     description, grouping, cache_plan = setup.description, setup.grouping, setup.plan
     narrower_layers, num_draft_layers, host_bytes = (
         _computed_otherwise(setup),
@@ -212,7 +218,12 @@ def _print(setup: Setup, lengths: Sequence[int]) -> None:
                 for entry in narrower_layers
             ],
         )
-    swapping = [("host memory", f"{format_bytes(host_bytes)} for preempted requests")] if host_bytes else []
+    tiers = setup.tiers()
+    purposes = [
+        *(["evicted blocks"] if any(tier.name == HOST_MEMORY for tier in tiers) else []),
+        *(["preempted requests"] if setup.stack.cache.preemption == "swap" else []),
+    ]
+    of_host = [("host memory", f"{format_bytes(host_bytes)} for {' and '.join(purposes)}")] if host_bytes else []
     print_facts(
         "Memory",
         [
@@ -221,7 +232,7 @@ def _print(setup: Setup, lengths: Sequence[int]) -> None:
             *_bytes_held(cache_plan),
             ("wasted", f"{cache_plan.waste_fraction:.2%} of full slabs"),
             ("found again", _found_again(cache_plan)),
-            *swapping,
+            *of_host,
         ],
     )
     print_table(
@@ -229,8 +240,28 @@ def _print(setup: Setup, lengths: Sequence[int]) -> None:
         ("tokens each", "requests", "all but one generating"),
         [(f"{n:,}", f"{cache_plan.max_concurrency(n):,}", f"{cache_plan.max_generating(n):,}") for n in lengths],
     )
+    if tiers:
+        print_table(
+            "Prefixes that stay beside the device",
+            ("tier", "bytes", "tokens", f"requests of {cache_plan.max_model_len:,} tokens"),
+            [
+                (
+                    tier.name,
+                    "unknown" if tier.num_bytes is None else format_bytes(tier.num_bytes),
+                    _number_held(tier, tier.num_tokens),
+                    _number_held(tier, tier.num_requests),
+                )
+                for tier in tiers
+            ],
+        )
     if setup.note is not None:
         print_note(setup.note)
+
+
+def _number_held(tier: TierCapacity, number: int | None) -> str:
+    if number is not None:
+        return f"{number:,}"
+    return "unknown" if tier.num_bytes is None else "no limit"
 
 
 def _found_again(cache_plan: KVCachePlan) -> str:

@@ -12,15 +12,18 @@ import attrs
 
 from kvframe.config.choices import make_page_stores, make_policy, make_proposer
 from kvframe.config.options import Rule, Use
+from kvframe.contract.errors import StackError, shown
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.page_store import PageStore
 from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts, load_draft_model
+from kvframe.hosting.page_records import SEAL_BYTES
 from kvframe.planning.groups import Grouping, group_layers
 from kvframe.planning.layer_file import LayerFiles
 from kvframe.planning.layer_specs import make_layer_specs, retyped_layers
 from kvframe.planning.ranks import plan_ranks
 from kvframe.planning.recognise import find_reader, with_dtype
 from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
+from kvframe.planning.tiers import TierCapacity, host_capacity, store_capacity
 from kvframe.selection.chains import DRAFTING, Skipping, find_skipping
 
 if TYPE_CHECKING:
@@ -224,6 +227,25 @@ class Setup:
         return num_host_slabs(plan, self.stack)
 
     @property
+    def caches_prefixes(self) -> bool:
+        """Whether later requests find the prefixes of earlier ones."""
+        return self.stack.cache.prefix_caching and not self.grouping.whole_prompts
+
+    def tiers(self) -> list[TierCapacity]:
+        """Return what host memory and the page stores hold, in the order in which they are asked.
+
+        Raises:
+            StackError: A page store is unknown, cannot be imported, or does not take its options.
+            PlanError: The host memory does not hold one slab for each group.
+        """
+        stores, plan = self.make_page_stores(), self.plan
+        if not self.caches_prefixes or plan.shortest_prefix is None:
+            return []
+        num_slabs = self.num_host_slabs(plan)
+        host = [host_capacity(plan, num_slabs)] if num_slabs else []
+        return [*host, *(store_capacity(plan, store.name, _capacity_of(store), SEAL_BYTES) for store in stores)]
+
+    @property
     def eviction_policy(self) -> EvictionPolicy:
         """A new instance of the policy that chooses the cached pages that are evicted first.
 
@@ -408,3 +430,13 @@ class Setup:
 def _draft_name(name: str) -> str:
     """Return the name by which the draft model knows a layer; layers of the served model get one that it has not."""
     return name.removeprefix(PREFIX) if name.startswith(PREFIX) else f"served:{name}"
+
+
+def _capacity_of(store: PageStore) -> int | None:
+    """Return the most bytes of a store's records; raise ``StackError`` if it answers something else."""
+    capacity: object = store.capacity
+    if capacity is not None and (type(capacity) is not int or capacity < 0):
+        raise StackError(
+            f"page store {store.name!r}: capacity must be a number of bytes or None, not {shown(capacity)}"
+        )
+    return store.capacity

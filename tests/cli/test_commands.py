@@ -140,8 +140,33 @@ def test_plan_states_the_host_memory_of_a_run(model: Path, tmp_path: Path) -> No
     assert 3_000_000 - planned["slab_bytes"] < planned["host_bytes"] <= 3_000_000
     with Engine.from_pretrained(model, stack=Stack.from_file(stack)) as engine:
         assert planned["host_bytes"] == manager_of(engine)._swapper._host_pages.bytes.numel()  # type: ignore[union-attr]
-    assert "for preempted requests" in run("plan", model, "--stack", stack).stdout
+    assert "for evicted blocks and preempted requests" in run("plan", model, "--stack", stack).stdout
     assert 0 == run_json("plan", model, "--memory", "8MiB")["host_bytes"]
+
+
+def test_plan_says_what_tiers_hold(layers: Path, tmp_path: Path) -> None:
+    stack = tmp_path / "stack.toml"
+    stack.write_text(
+        '[cache]\nmemory = "8MiB"\nhost_memory = "1GiB"\n'
+        f'disk = {{ path = "{tmp_path / "pages"}", size = "64GiB" }}\n'
+    )
+    page = tmp_path / "page.html"
+    planned = run_json("plan", layers, "--stack", stack, "--html", page)
+    host, disk = planned["tiers"]
+    assert ("host_memory", planned["host_bytes"], "disk", 2**36) == (
+        host["name"],
+        host["num_bytes"],
+        disk["name"],
+        disk["num_bytes"],
+    )
+    assert 0 < host["num_requests"] < disk["num_requests"]
+    shown = run("plan", layers, "--stack", stack).stdout
+    (line,) = [line.split() for line in shown.splitlines() if line.split()[:1] == ["disk"]]
+    assert ["disk", "64.00", "GiB", f"{disk['num_tokens']:,}", f"{disk['num_requests']:,}"] == line
+    assert f'"num_requests": {disk["num_requests"]}' in page.read_text()
+    assert "for evicted blocks\n" in shown
+    # Planning is for any machine: it makes no folder.
+    assert not (tmp_path / "pages").exists()
 
 
 def test_plan_reads_a_config_alone(tmp_path: Path) -> None:

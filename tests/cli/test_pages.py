@@ -118,6 +118,17 @@ def test_a_browser_shows_it(model: str, tmp_path: Path) -> None:
     assert requests.count("<tr>") > 1
     assert shown.count('class="bar"') >= 2
     assert "background:var(--c0)" in shown
+    assert '<section id="beside" hidden' in shown
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+def test_a_browser_shows_what_tiers_hold(tmp_path: Path) -> None:
+    stack = tmp_path / "stack.toml"
+    stack.write_text(f'[cache]\ndisk = {{ path = "{tmp_path / "pages"}", size = "1TiB" }}\n', encoding="utf-8")
+    page_of(tmp_path, LAYERS / "gemma_3_27b.json", "--stack", str(stack))
+    shown = shown_by_chromium(tmp_path / "page.html")
+    assert '<section id="beside">' in shown
+    assert "1 TiB" in shown[shown.index('id="tiers"') :]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")

@@ -29,6 +29,7 @@ def page_of_plan(
     grouping: Grouping,
     cache_plan: KVCachePlan,
     concurrency: Sequence[Mapping[str, Any]],
+    tiers: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return the data of a plan's page."""
     from kvframe.planning.groups import group_layers
@@ -70,6 +71,7 @@ def page_of_plan(
         ],
         "samples": samples,
         "concurrency": list(concurrency),
+        "tiers": list(tiers),
     }
 
 

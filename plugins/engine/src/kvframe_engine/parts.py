@@ -50,7 +50,7 @@ def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
     manager = KVCacheManager(
         assembly.plan,
         max_num_seqs=assembly.stack.limits.max_num_seqs,
-        prefix_caching=cache.prefix_caching and not assembly.setup.grouping.whole_prompts,
+        prefix_caching=assembly.setup.caches_prefixes,
         host_pages=assembly.host,
         copier=storage.copy_pages,
         mover=assembly.setup.make_mover(assembly.views),
@@ -70,7 +70,7 @@ def make_page_stores(setup: Setup, ranks: object | None) -> list[PageStore]:
     Raises:
         StackError: A store cannot be made, or several ranks share the model.
     """
-    if not setup.stack.cache.prefix_caching or setup.grouping.whole_prompts:
+    if not setup.caches_prefixes:
         return []
     stores = setup.make_page_stores()
     if stores and ranks is not None:
