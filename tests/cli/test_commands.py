@@ -147,8 +147,7 @@ def test_plan_states_the_host_memory_of_a_run(model: Path, tmp_path: Path) -> No
 def test_plan_says_what_tiers_hold(layers: Path, tmp_path: Path) -> None:
     stack = tmp_path / "stack.toml"
     stack.write_text(
-        '[cache]\nmemory = "8MiB"\nhost_memory = "1GiB"\n'
-        f'disk = {{ path = "{tmp_path / "pages"}", size = "64GiB" }}\n'
+        f'[cache]\nmemory = "8MiB"\nhost_memory = "1GiB"\ndisk = {{ path = "{tmp_path / "pages"}", size = "64GiB" }}\n'
     )
     page = tmp_path / "page.html"
     planned = run_json("plan", layers, "--stack", stack, "--html", page)
@@ -589,9 +588,17 @@ def test_a_terminal_shows_which_group_limits_prefix_hits(
         GroupLookups("full_attention", 4000, 3000, 0, 0),
         GroupLookups("state", 4000, 0, 0, times_limiting=3),
     ]
-    stats = {"generated_tokens": 4, "seconds": 2, "prefix_hit_rate": 0, "lookups": list(map(attrs.asdict, lookups))}
+    stats = {
+        "generated_tokens": 4,
+        "seconds": 2,
+        "prefix_hit_rate": 0,
+        "lookups": list(map(attrs.asdict, lookups)),
+        "restored_tokens": 1600,
+        "restored_blocks": {"host_memory": 0, "disk": 100},
+    }
     generating._print([], [], stats)
     told = capsys.readouterr().err
+    assert "1,600 tokens were brought back: 100 blocks of disk\n" in told
     assert "group 1 (state) made the cached prefix shorter 3 times: alone it had 0 of 4,000 tokens\n" in told
     assert "full_attention" not in told
 

@@ -11,7 +11,15 @@ import attrs
 import pytest
 from click.testing import Result
 from kvframe_engine.commands import top as module
-from kvframe_engine.commands.snapshot import COUNTERS, GroupUse, Snapshot, UnreachableError, read_metrics
+from kvframe_engine.commands.snapshot import (
+    COUNTERS,
+    OF_TIERS,
+    GroupUse,
+    Snapshot,
+    TierUse,
+    UnreachableError,
+    read_metrics,
+)
 from kvframe_engine.commands.top import lines_of
 from kvframe_engine.engine import Engine
 from kvframe_transformers.testing import save_tiny
@@ -41,6 +49,18 @@ NOW = Snapshot(
     accepted_draft_tokens=40,
     cache_bytes=8 << 20,
     groups=(WINDOW, FULL),
+    restored_tokens=0,
+    waits_in_vain=0,
+    tiers=(),
+)
+WITH_TIERS = attrs.evolve(
+    NOW,
+    restored_tokens=1200,
+    waits_in_vain=1,
+    tiers=(
+        TierUse(name="host_memory", blocks_restored=75, blocks_stored=3000),
+        TierUse(name="disk", blocks_restored=5, blocks_stored=40, blocks_dropped=2, blocks_refused=1, failures=3),
+    ),
 )
 BEFORE = attrs.evolve(NOW, seconds=10.0, steps=1100, step_seconds=29.0, generated_tokens=700)
 
@@ -68,6 +88,27 @@ def test_a_snapshot_says_what_the_cache_does_and_what_changed_since_the_one_befo
         "0 sliding_window      12  3.00 MiB   38%    25%       3",
         "1 full_attention   1,024  4.00 MiB   50%    75%       0",
     ]
+
+
+def test_tiers_say_what_they_found_and_kept() -> None:
+    lines = lines_of(WITH_TIERS, BEFORE, width=80, bars=False)
+    assert "tiers: 1,200 tokens brought back, 1 waits in vain" == lines[4]
+    assert [
+        "tier         found  written  dropped  refused  failures",
+        "host_memory     75    3,000        0        0         0",
+        "disk             5       40        2        1         3",
+    ] == lines[-3:]
+
+
+def test_prompts_are_run_with_a_disk(model: Path, tmp_path: Path) -> None:
+    stack = tmp_path / "stack.toml"
+    pages = tmp_path / "pages"
+    stack.write_text(f'[cache]\nmemory = "1MiB"\ndisk = {{ path = "{pages}", size = "16MiB" }}\n', encoding="utf-8")
+    asked = (model / "model", "--prompt-token-ids", model / "prompts.json", "--stack", stack, "--max-new-tokens", 2)
+    first, second = top(*asked), top(*asked)
+    assert "tiers: 0 tokens brought back" in first.stdout
+    assert re.search(r"tiers: [1-9]\d* tokens brought back, 0 waits in vain\n", second.stdout), second.output
+    assert re.search(r"disk +[1-9]\d* +\d+ +0 +0 +0\n", second.stdout)
 
 
 def test_without_a_snapshot_before_and_without_steps_there_is_no_rate() -> None:
@@ -178,6 +219,16 @@ METRICS = "\n".join(
 
 def test_metrics_hold_a_snapshot() -> None:
     assert attrs.evolve(NOW, ended=None) == read_metrics(METRICS, 12.0)
+
+
+def test_metrics_hold_tiers() -> None:
+    text = METRICS + "\n".join(
+        f'kvframe_tier_{name}_total{{tier="{tier.name}"}} {getattr(tier, name)}'
+        for tier in WITH_TIERS.tiers
+        for name in OF_TIERS
+    )
+    text += '\nkvframe_tier_bytes_read_total{tier="disk"} 7\n'
+    assert WITH_TIERS.tiers == read_metrics(text, 12.0).tiers
 
 
 def test_a_server_is_watched_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

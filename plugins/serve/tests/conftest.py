@@ -90,9 +90,15 @@ def serve(checkpoint: Path) -> Iterator[Callable[..., Running]]:
             limits: dict[str, Any] | None = None,
             path: Path = checkpoint,
             engine: dict[str, Any] | None = None,
+            cache: dict[str, Any] | None = None,
             **options: Any,
         ) -> Running:
-            tables = {**CACHE, "engine": engine or {}, "plugin": {"serve": limits or {}}}
+            tables = {
+                **CACHE,
+                **({"cache": cache} if cache else {}),
+                "engine": engine or {},
+                "plugin": {"serve": limits or {}},
+            }
             stack = Stack.from_mapping(tables)
             started = Running(Server(path, stack=stack, **options))
             running.callback(started.close)

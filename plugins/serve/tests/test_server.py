@@ -555,3 +555,41 @@ def test_metrics_count_what_was_served(serve: Serve) -> None:
     for name in ("evictions", "preemptions", "draft_tokens", "accepted_draft_tokens"):
         assert f"kvframe_{name}_total 0.0" in lines
     assert 'kvframe_lookup_asked_tokens_total{group="0",kind="full_attention"} 5.0' in lines
+
+
+def test_metrics_say_what_tiers_did(serve: Serve, tmp_path: Path) -> None:
+    cache = {"memory": "4MiB", "host_memory": "1MiB", "disk": {"path": str(tmp_path / "pages"), "size": "16MiB"}}
+    prompt = "a prompt of several blocks, which is found again " * 3
+
+    def ask() -> tuple[int, dict[str, float]]:
+        running = serve(cache=cache)
+        usage = running.client().completions.create(model="tiny", prompt=prompt, max_tokens=2).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        wait_until(lambda: list((tmp_path / "pages").glob("*/records/*")) != [])
+        with urllib.request.urlopen(f"{running.url}/metrics") as answer:
+            lines = [line.rpartition(" ") for line in answer.read().decode().splitlines() if line[0] != "#"]
+        running.close()
+        return usage.prompt_tokens_details.cached_tokens, {name: float(value) for name, _, value in lines}
+
+    found, first = ask()
+    assert (0, 0) == (found, first["kvframe_restored_tokens_total"])
+    found, second = ask()
+    assert 144 == found == second["kvframe_restored_tokens_total"]
+    assert (9, 0) == tuple(
+        second[f'kvframe_tier_blocks_restored_total{{tier="{tier}"}}'] for tier in ("disk", "host_memory")
+    )
+    assert second['kvframe_tier_bytes_read_total{tier="disk"}'] > 0
+    assert second['kvframe_tier_read_seconds_total{tier="disk"}'] > 0
+    for name in ("blocks_dropped", "blocks_refused", "failures"):
+        assert 0 == second[f'kvframe_tier_{name}_total{{tier="disk"}}']
+    for name in ("blocks_stored", "blocks_dropped"):
+        assert 0 == second[f'kvframe_tier_{name}_total{{tier="host_memory"}}']
+    assert {"kvframe_host_blocks", "kvframe_waits_in_vain_total"} < second.keys()
+    assert 'kvframe_tier_blocks_refused_total{tier="host_memory"}' not in second
+
+
+def test_without_tiers_no_tier_is_counted(serve: Serve) -> None:
+    with urllib.request.urlopen(f"{serve().url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    assert [] == [line for line in lines if "tier=" in line or line.startswith("kvframe_host_blocks")]

@@ -23,6 +23,8 @@ _COUNTERS = {
     "draft_tokens": "Draft tokens computed.",
     "accepted_draft_tokens": "Draft tokens that requests took.",
     "graph_replays": "Steps of the model that were replayed from a captured graph.",
+    "restored_tokens": "Tokens that were brought back to the device from host memory and page stores.",
+    "waits_in_vain": "Requests that waited for a page store and were computed without it.",
 }
 
 
@@ -32,6 +34,21 @@ _LOOKUPS = {
     "hit_tokens": "Tokens that every group could continue from.",
     "times_limiting": "Lookups in which another group could have continued after more tokens.",
 }
+
+
+HOST_MEMORY = "host_memory"
+"""What an engine's numbers call the tier in host memory."""
+
+_OF_STORES = {
+    "blocks_stored": ("pages_stored", "Blocks that were written to a tier."),
+    "blocks_dropped": ("pages_dropped", "Blocks that were not written, because the tier was full, slow or failed."),
+    "blocks_refused": ("pages_refused", "Blocks of a page store that were not used, because their seal was wrong."),
+    "failures": ("failures", "Calls to a page store that failed."),
+    "bytes_read": ("bytes_read", "Bytes that were read from a page store."),
+    "bytes_written": ("bytes_written", "Bytes that were written to a page store."),
+    "read_seconds": ("seconds_reading", "Seconds that a page store took to read."),
+}
+"""Metrics of tiers, with the names of what is counted of page stores."""
 
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -107,6 +124,7 @@ class EngineMetrics(Collector):
         yield GaugeMetricFamily("kvframe_prefix_hit_rate", "Share of prompt tokens found.", value=stats.prefix_hit_rate)
         yield GaugeMetricFamily("kvframe_cache_bytes", "Bytes of the KV cache.", value=stats.cache_bytes)
         yield from self._of_groups(stats)
+        yield from self._of_tiers(stats)
 
     def _of_groups(self, stats: Any) -> Iterator[Metric]:
         """Yield what is counted for each cache group."""
@@ -129,3 +147,26 @@ class EngineMetrics(Collector):
             for name, family in counters.items():
                 family.add_metric(values, getattr(stats.lookups[index], name))
         yield from (blocks, pool, evicted_counter, moved_counter, *counters.values())
+
+    @staticmethod
+    def _of_tiers(stats: Any) -> Iterator[Metric]:
+        """Yield what is counted for host memory and for each page store."""
+
+        def counter(name: str, text: str) -> CounterMetricFamily:
+            return CounterMetricFamily(f"kvframe_tier_{name}", text, labels=["tier"])
+
+        restored = counter("blocks_restored", "Blocks that were brought back to the device.")
+        for name, count in stats.restored_blocks.items():
+            restored.add_metric([name], count)
+        yield restored
+        has_host = stats.restored_blocks.keys() > stats.stores.keys()
+        of_host = {"blocks_stored": stats.host_blocks_stored, "blocks_dropped": stats.host_blocks_dropped}
+        for name, (attribute, text) in _OF_STORES.items():
+            family = counter(name, text)
+            if has_host and name in of_host:
+                family.add_metric([HOST_MEMORY], of_host[name])
+            for store, counts in stats.stores.items():
+                family.add_metric([store], getattr(counts, attribute))
+            yield family
+        if has_host:
+            yield GaugeMetricFamily("kvframe_host_blocks", "Blocks that host memory has.", value=stats.host_blocks)

@@ -49,6 +49,12 @@ if TYPE_CHECKING:
     from kvframe_engine.requests.params import SamplingParams
     from kvframe_engine.requests.request import RequestOutput
 
+_MOST_FLUSH_SECONDS = 60.0
+"""How long a command waits at its end for page stores."""
+
+_FLUSH_SECONDS = 0.25
+"""How long Ctrl-C waits meanwhile."""
+
 
 @click.command(cls=PromptCommand, short_help="Generate text with a model on disk.")
 @click.argument("model", type=click.Path(path_type=Path))
@@ -179,6 +185,8 @@ def generate(
                         prompts, params, cache_salt=salts, on_progress=lambda done: show(done) or not ctrl_c.is_set()
                     )
                 interrupted = ctrl_c.is_set()
+            if not interrupted:
+                _flush(engine)
         finally:
             stats = {**engine.stats().to_dict(), "seconds": time.perf_counter() - started}
             if streams:
@@ -193,6 +201,15 @@ def generate(
         raise KeyboardInterrupt
     if any(output.error is not None for output in outputs):
         click.get_current_context().exit(REFUSED_EXIT_CODE)
+
+
+def _flush(engine: Engine) -> None:
+    """Wait until page stores have what was computed, so that the next command finds it. Ctrl-C ends the wait."""
+    deadline = time.monotonic() + _MOST_FLUSH_SECONDS
+    while not engine.flush_page_stores(_FLUSH_SECONDS):
+        if time.monotonic() > deadline:
+            click.echo(f"kvframe: page stores took not all pages in {_MOST_FLUSH_SECONDS:.0f} seconds", err=True)
+            return
 
 
 def _processor(use: Use | str) -> tuple[str, Mapping[str, Any]]:
@@ -264,6 +281,11 @@ def _print_stats(stats: dict[str, Any]) -> None:
             f"{stats['prefix_hit_rate']:.0%} of the prompts' tokens were cached",
             err=True,
         )
+        if stats["restored_tokens"]:
+            blocks = ", ".join(
+                f"{count:,} blocks of {name}" for name, count in stats["restored_blocks"].items() if count
+            )
+            click.echo(f"{stats['restored_tokens']:,} tokens were brought back: {blocks}", err=True)
         for index, lookups in enumerate(stats["lookups"]):
             if lookups["times_limiting"]:
                 click.echo(

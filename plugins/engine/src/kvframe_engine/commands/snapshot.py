@@ -13,6 +13,7 @@ from kvframe.contract.foreign import safe_text
 
 if TYPE_CHECKING:
     from kvframe_engine.engine import Engine
+    from kvframe_engine.scheduling.stats import EngineStats
 
 
 @attrs.frozen(kw_only=True)
@@ -37,6 +38,31 @@ class GroupUse:
 
 
 @attrs.frozen(kw_only=True)
+class TierUse:
+    """What host memory or a page store did.
+
+    Attributes:
+        name: ``"host_memory"``, or the name of the page store.
+        blocks_restored: Blocks that were brought back to the device.
+        blocks_stored: Blocks that were written to it.
+        blocks_dropped: Blocks that were not written, because it was full, slow or failed.
+        blocks_refused: Blocks that it returned with a wrong seal.
+        failures: Calls that failed.
+    """
+
+    name: str
+    blocks_restored: int = 0
+    blocks_stored: int = 0
+    blocks_dropped: int = 0
+    blocks_refused: int = 0
+    failures: int = 0
+
+
+OF_TIERS = ("blocks_restored", "blocks_stored", "blocks_dropped", "blocks_refused", "failures")
+"""What a server's metrics and a ``TierUse`` call by one name."""
+
+
+@attrs.frozen(kw_only=True)
 class Snapshot:
     """An engine's counters at a moment.
 
@@ -56,6 +82,9 @@ class Snapshot:
         accepted_draft_tokens: Those of them that requests took.
         cache_bytes: Bytes of the cache.
         groups: The cache groups.
+        restored_tokens: Tokens that were brought back to the device.
+        waits_in_vain: Requests that waited for a page store in vain.
+        tiers: Host memory and the page stores; none if the stack has none.
     """
 
     seconds: float
@@ -73,6 +102,9 @@ class Snapshot:
     accepted_draft_tokens: int
     cache_bytes: int
     groups: tuple[GroupUse, ...]
+    restored_tokens: int
+    waits_in_vain: int
+    tiers: tuple[TierUse, ...]
 
 
 COUNTERS = (
@@ -83,6 +115,8 @@ COUNTERS = (
     "preemptions",
     "draft_tokens",
     "accepted_draft_tokens",
+    "restored_tokens",
+    "waits_in_vain",
 )
 """What an engine's statistics, a server's metrics and a snapshot call by one name."""
 
@@ -120,8 +154,30 @@ def snapshot_of(engine: Engine, seconds: float, step_seconds: float, ended: tupl
             )
             for group, held, found in zip(engine.plan.groups, stats.blocks_held, stats.lookups, strict=True)
         ),
+        tiers=tuple(_tiers(stats)),
         **{name: getattr(stats, name) for name in COUNTERS},
     )
+
+
+def _tiers(stats: EngineStats) -> Iterator[TierUse]:
+    for name, restored in stats.restored_blocks.items():
+        counts = stats.stores.get(name)
+        if counts is None:
+            yield TierUse(
+                name=name,
+                blocks_restored=restored,
+                blocks_stored=stats.host_blocks_stored,
+                blocks_dropped=stats.host_blocks_dropped,
+            )
+        else:
+            yield TierUse(
+                name=name,
+                blocks_restored=restored,
+                blocks_stored=counts.pages_stored,
+                blocks_dropped=counts.pages_dropped,
+                blocks_refused=counts.pages_refused,
+                failures=counts.failures,
+            )
 
 
 def metrics_url(url: str) -> str:
@@ -158,9 +214,14 @@ def read_metrics(text: str, seconds: float) -> Snapshot:
     """
     found: dict[str, float] = {}
     of_groups: dict[str, dict[tuple[str, str], float]] = {}
+    of_tiers: dict[str, dict[str, int]] = {}
     for name, labels, value in _samples(text):
         if "group" in labels:
             of_groups.setdefault(name, {})[labels["group"], labels.get("kind", "")] = value
+        elif "tier" in labels:
+            attribute = name.removeprefix("kvframe_tier_").removesuffix("_total")
+            if attribute in OF_TIERS:
+                of_tiers.setdefault(labels["tier"], {})[attribute] = int(value)
         elif not labels:
             found[name] = value
     counted: dict[str, Any]
@@ -186,6 +247,7 @@ def read_metrics(text: str, seconds: float) -> Snapshot:
                 )
                 for key in sorted(held, key=lambda key: int(key[0]))
             ),
+            tiers=tuple(TierUse(name=name, **numbers) for name, numbers in of_tiers.items()),
             **counted,
         )
     except (LookupError, ValueError) as error:

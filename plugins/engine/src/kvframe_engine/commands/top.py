@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,15 @@ from kvframe.cli.options import (
 from kvframe.cli.render import format_bytes, is_drawn_on, line_width, make_console
 from kvframe_engine.commands.options import REFUSED_EXIT_CODE, device_option, drafts_option, log_lines
 from kvframe_engine.commands.prompts import PromptCommand, prompt_options, read_given_prompts
-from kvframe_engine.commands.snapshot import Snapshot, UnreachableError, fetch, metrics_url, read_metrics, snapshot_of
+from kvframe_engine.commands.snapshot import (
+    OF_TIERS,
+    Snapshot,
+    UnreachableError,
+    fetch,
+    metrics_url,
+    read_metrics,
+    snapshot_of,
+)
 
 if TYPE_CHECKING:
     from kvframe import Use
@@ -78,8 +86,9 @@ def top(
 ) -> None:
     """Run prompts through MODEL and show live what its cache does; or watch a running server with --url.
 
-    Requests, blocks held per cache group, hits and the group that limits them, evictions, preemptions, drafts and step
-    times. In a pipe, each snapshot is printed as plain lines. Ctrl-C ends it.
+    Requests, blocks held per cache group, hits and the group that limits them, evictions, preemptions, drafts, what
+    host memory and page stores found and kept, and step times. In a pipe, each snapshot is printed as plain lines.
+    Ctrl-C ends it.
     """
     if (model is None) == (url is None):
         raise click.UsageError("give a MODEL with prompts, or the --url of a server")
@@ -191,8 +200,11 @@ def lines_of(now: Snapshot, before: Snapshot | None, *, width: int, bars: bool) 
             f"{now.preemptions:,} preemptions",
         ],
         [f"drafts: {now.accepted_draft_tokens:,} of {now.draft_tokens:,} accepted"] if now.draft_tokens else [],
+        [f"tiers: {now.restored_tokens:,} tokens brought back", f"{now.waits_in_vain:,} waits in vain"]
+        if now.tiers
+        else [],
     )
-    lines = (*_joined(filter(None, parts), width), *_group_lines(now, width, bars=bars))
+    lines = (*_joined(filter(None, parts), width), *_group_lines(now, width, bars=bars), *_tier_lines(now))
     return [line[:width] for line in lines]
 
 
@@ -209,6 +221,22 @@ def _joined(parts: Iterable[list[str]], width: int) -> Iterator[str]:
         yield line
 
 
+def _tier_lines(now: Snapshot) -> Iterator[str]:
+    if now.tiers:
+        titles = ("tier", "found", "written", "dropped", "refused", "failures")
+        rows = [titles, *((tier.name, *(f"{getattr(tier, name):,}" for name in OF_TIERS)) for tier in now.tiers)]
+        yield from map("  ".join, _aligned(rows))
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[list[str]]:
+    """Return cells of equal widths: names to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        [row[0].ljust(widths[0]), *(cell.rjust(size) for cell, size in zip(row[1:], widths[1:], strict=True))]
+        for row in rows
+    ]
+
+
 def _group_lines(now: Snapshot, width: int, *, bars: bool) -> Iterator[str]:
     rows = [("group", "blocks", "bytes", "pool", "found", "limits")]
     for index, group in enumerate(now.groups):
@@ -222,11 +250,10 @@ def _group_lines(now: Snapshot, width: int, *, bars: bool) -> Iterator[str]:
                 f"{group.times_limiting:,}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    free = width - sum(widths) - 2 * len(widths)
-    for number, row in enumerate(rows):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(size) for cell, size in zip(row[1:], widths[1:], strict=True))]
-        line = "  ".join(cells)
+    cells = _aligned(rows)
+    free = width - sum(len(cell) + 2 for cell in cells[0])
+    for number, row in enumerate(cells):
+        line = "  ".join(row)
         if bars and number and free >= _BAR_WIDTH:
             line += f"  {_bar(now.groups[number - 1].bytes_held, now.cache_bytes, min(free, 2 * _BAR_WIDTH))}"
         yield line

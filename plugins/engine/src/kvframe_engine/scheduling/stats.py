@@ -78,8 +78,8 @@ class EngineStats:
         peak_host_bytes: The most bytes of host memory that swapped requests took at once.
         cache_bytes: Bytes allocated for the cache.
         restored_tokens: Tokens of requests that were brought back to the device, so that they were not computed.
-        restored_blocks: The blocks that were brought back, by the tier that had them: ``"host_memory"``, or the name of
-            a page store.
+        restored_blocks: For each tier of the stack, ``"host_memory"`` or the name of a page store, the blocks that were
+            brought back from it.
         waits_in_vain: Requests that waited for a page store, and were computed without it.
         host_blocks: Evicted blocks that later requests can find in host memory.
         host_blocks_stored: Evicted blocks that were copied to host memory so far.

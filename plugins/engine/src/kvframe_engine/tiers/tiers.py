@@ -323,9 +323,10 @@ class Tiers:
     def stats(self) -> dict[str, Any]:
         """Return the numbers of ``EngineStats`` that are about tiers. Any thread may call it."""
         counts, tier = self.counts, self._manager.host_tier
+        names = [*([] if tier is None else [HOST]), *counts.stores]
         return {
             "restored_tokens": counts.restored_tokens,
-            "restored_blocks": dict(counts.pages_from),
+            "restored_blocks": {name: counts.pages_from[name] for name in names},
             "waits_in_vain": counts.given_up,
             "host_blocks": 0 if tier is None else tier.num_cached,
             "host_blocks_stored": 0 if tier is None else tier.pages_stored,
