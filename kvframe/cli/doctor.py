@@ -17,6 +17,7 @@ from kvframe.cli.guard import joined_lines
 from kvframe.cli.model_check import ModelCheck, check_model
 from kvframe.cli.options import json_option, read_stack, stack_option
 from kvframe.cli.render import format_bytes, print_facts, print_json, print_reasons, print_table
+from kvframe.cli.store_check import check_stores
 from kvframe.config.hub import find_model
 from kvframe.contract.errors import PlanError, PluginError
 from kvframe.contract.foreign import explain_failed_import
@@ -45,9 +46,9 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
     serve it, or what it lacks and what to type.
 
     Every registered class is imported, and every backend is asked if it can run here. A library that is not installed
-    and a backend without its device are no fault. The exit code is 1 if something that an installed plugin needs is
-    broken: a requirement that is missing or too old, a plugin that fails, a name that two plugins claim; or if the
-    MODEL cannot be served.
+    and a backend without its device are no fault. The page stores of the stack are opened, and closed again. The exit
+    code is 1 if something that an installed plugin needs is broken: a requirement that is missing or too old, a plugin
+    that fails, a name that two plugins claim; if a page store cannot be opened now; or if the MODEL cannot be served.
     """
     from kvframe.loading.plugins import load_plugins
 
@@ -62,6 +63,8 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
         *_plugin_problems(host, names),
         *find_misnamed(),
     ]
+    store_check = check_stores(stack, host.registry)
+    problems += store_check.problems
     model_check = None
     if model is not None and not torch_problem:
         model_check = check_model(find_model(model, weights=False), stack, host)
@@ -75,6 +78,7 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
             for item in host.records
         ],
         "names": names,
+        "page_stores": dict(store_check.facts),
         "problems": problems,
         "model": None if model_check is None else dict(model_check.facts),
         "next": _next_steps(problems, names, model_check),
@@ -299,6 +303,8 @@ def _print(report: dict[str, Any]) -> None:
             reasons.setdefault(f"{item['status']}: {item['reason']}", []).append(f"plugin {item['id']}")
     if reasons:
         print_reasons("Not usable here, and no fault", reasons)
+    if report["page_stores"]:
+        print_facts("Page stores", [*report["page_stores"].items()])
     if report["model"]:
         print_facts("Model", [*report["model"].items()])
     print_facts("Problems", [(str(index), text) for index, text in enumerate(report["problems"], 1)] or [("none", "")])

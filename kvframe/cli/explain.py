@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvframe.contract.eviction import EvictionPolicy
     from kvframe.contract.specs import LayerSpec
     from kvframe.contract.wrapper import MetadataWrapper
+    from kvframe.hosting.setup import Setup
     from kvframe.loading.registry import Registry
     from kvframe.planning.groups import Grouping
     from kvframe.selection.choice import Choice
@@ -62,6 +63,7 @@ def explain(
     registry = load_checked_plugins(stack).registry
     setup = Setup.read(find_model(model, weights=False), stack, registry)
     eviction = _in_words(setup.eviction_policy)
+    tiers = _names_of_tiers(setup)
     description, note = setup.description, setup.note
     backends = [registry.backends.get(name).id for name in registry.backends.names()]
     choices = {choice.layer: choice for choice in (*setup.choices, *setup.draft_choices)}
@@ -69,16 +71,36 @@ def explain(
         _explain(layer, setup.grouping, choices.get(layer.name), backends) for layer in setup.all_layers if layer.spec
     ]
     if html is not None:
-        notes = [note_text for note_text in (note, f"cached pages are evicted by {eviction}") if note_text]
+        all_notes = (note, f"cached pages are evicted by {eviction}", _tiers_in_words(tiers))
+        notes = [note_text for note_text in all_notes if note_text]
         write_page(html, "explain.html", _page(description.name, explanations, registry, notes))
     if as_json:
-        print_json({"model": description.name, "note": note, "eviction": eviction, "layers": explanations})
+        eviction_and_tiers = {"eviction": eviction, "tiers": tiers}
+        print_json({"model": description.name, "note": note, **eviction_and_tiers, "layers": explanations})
         return
     _print(description.name, explanations, registry, verbose)
     if note is not None:
         print_note(note)
     if stack.cache.eviction.name != LRU.name:
         print_note(f"cached pages are evicted by the policy {eviction}")
+    if tiers:
+        print_note(_tiers_in_words(tiers))
+
+
+def _names_of_tiers(setup: Setup) -> list[str]:
+    """Return where prefixes are found that the device no longer has, in the order in which it is asked."""
+    from kvframe.planning.tiers import HOST_MEMORY
+
+    stores = setup.make_page_stores()
+    if not setup.caches_prefixes:
+        return []
+    host = [] if setup.stack.cache.host_memory is None else [HOST_MEMORY]
+    # Only names: an option may hold a password.
+    return [*host, *(store.name for store in stores)]
+
+
+def _tiers_in_words(tiers: Sequence[str]) -> str:
+    return f"prefixes that the device no longer has are found in {', '.join(tiers)}" if tiers else ""
 
 
 def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backends: Sequence[str]) -> dict[str, Any]:

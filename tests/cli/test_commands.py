@@ -168,6 +168,20 @@ def test_plan_says_what_tiers_hold(layers: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "pages").exists()
 
 
+def test_explain_says_where_prefixes_are_found(layers: Path, tmp_path: Path) -> None:
+    stack = tmp_path / "stack.toml"
+    tables = f'[cache]\nhost_memory = "1GiB"\ndisk = {{ path = "{tmp_path / "pages"}", size = "64GiB" }}\n'
+    stack.write_text(tables)
+    assert ["host_memory", "disk"] == run_json("explain", layers, "--stack", stack)["tiers"]
+    sentence = "prefixes that the device no longer has are found in host_memory, disk"
+    page = tmp_path / "page.html"
+    assert sentence in " ".join(run("explain", layers, "--stack", stack, "--html", page).stdout.split())
+    assert sentence in page.read_text()
+    stack.write_text(f"{tables}prefix_caching = false\n")
+    assert [] == run_json("explain", layers, "--stack", stack)["tiers"]
+    assert "are found in" not in run("explain", layers, "--stack", stack).stdout
+
+
 def test_plan_reads_a_config_alone(tmp_path: Path) -> None:
     tiny_config("gemma3_text").save_pretrained(tmp_path)
     plan = run_json("plan", tmp_path / "config.json", "--memory", "8MiB")

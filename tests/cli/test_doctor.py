@@ -18,9 +18,11 @@ from kvframe_sliding_window.spec import SlidingWindowSpec
 
 from kvframe.cli import doctor, main
 from kvframe.cli.model_check import check_model
+from kvframe.cli.store_check import check_stores
 from kvframe.config.stack import Stack
 from kvframe.loading.plugins import load_plugins
 from tests.loading.fake_distributions import MANIFEST, FakeSite, registers
+from tests.support.stores import ShelfStore, shelf_plugin
 
 BACKEND = """
 from kvframe.builtin.torch_reference import TorchReferenceBackend
@@ -278,3 +280,64 @@ def test_a_model_that_cannot_be_served_is_a_problem(tmp_path: Path) -> None:
     result = run(LAYERS / "gemma_3_27b.json", "--stack", stack, "--json")
     assert 1 == result.exit_code
     assert "backend 'mla', which cannot serve it" in json.loads(result.stdout)["problems"][-1]
+
+
+# --- page stores ------------------------------------------------------------------------------------------------------
+
+
+def stack_with(tmp_path: Path, cache: str) -> Path:
+    stack = tmp_path / "stack.toml"
+    stack.write_text(f"[cache]\n{cache}\n", encoding="utf-8")
+    return stack
+
+
+def test_a_page_store_is_opened(tmp_path: Path) -> None:
+    stack = stack_with(tmp_path, f'disk = {{ path = "{tmp_path / "pages"}", size = "64MiB" }}')
+    result = run("--stack", stack, "--json")
+    assert (0, {"disk": "opens, holds 64.00 MiB"}) == (result.exit_code, json.loads(result.stdout)["page_stores"])
+    assert "Page stores\n  disk  opens, holds 64.00 MiB\n" in run("--stack", stack).stdout
+    stack = stack_with(tmp_path, f'prefix_caching = false\ndisk = {{ path = "{tmp_path / "none"}", size = "64MiB" }}')
+    assert {} == json.loads(run("--stack", stack, "--json").stdout)["page_stores"]
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("cache", "sentence"),
+    [
+        (
+            'disk = { path = "FOLDER/file/pages", size = "64MiB" }',
+            r"page store 'disk' cannot be opened now: .*FOLDER/file/pages/kvframe-pages-1, cannot be made",
+        ),
+        ('disk = { path = "FOLDER" }', r"cache\.disk: page store 'disk': .*size"),
+        ('stores = ["nowhere"]', r"there is no page store named 'nowhere'; known: disk"),
+    ],
+)
+def test_a_page_store_that_cannot_be_used_is_a_problem(cache: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = run("--stack", stack_with(tmp_path, cache.replace("FOLDER", str(tmp_path))), "--json")
+    found = json.loads(result.stdout)
+    assert (1, {}) == (result.exit_code, found["page_stores"])
+    assert re.search(sentence.replace("FOLDER", str(tmp_path)), "\n".join(found["problems"])), found["problems"]
+
+
+def test_a_secret_that_others_can_read_is_a_problem(tmp_path: Path) -> None:
+    stack = stack_with(tmp_path, f'disk = {{ path = "{tmp_path / "pages"}", size = "64MiB" }}')
+    assert 0 == run("--stack", stack).exit_code
+    (secret,) = (tmp_path / "pages").glob("*/secret")
+    secret.chmod(0o644)
+    result = run("--stack", stack, "--json")
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert (1, True) == (result.exit_code, "chmod 600" in problem), problem
+
+
+def test_stores_without_a_secret_need_a_key(tmp_path: Path) -> None:
+    def problems(**cache: Any) -> list[str]:
+        registry = load_plugins(plugins=[shelf_plugin()]).registry
+        return list(check_stores(Stack.from_mapping({"cache": {"stores": ["shelf"], **cache}}), registry).problems)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShelfStore, "local_secret", lambda self: None)
+        (problem,) = problems()
+        assert "page store 'shelf' keeps no secret: set key in [cache] to 64 hexadecimal digits" in problem
+        assert [] == problems(key="7" * 64)
+    assert [] == problems()
