@@ -172,14 +172,13 @@ def test_the_readme_and_every_page_for_authors_show_code_that_runs(document: str
     assert code(document)
 
 
-def commands(document: str) -> list[tuple[str, str]]:
-    """Return each command of the console blocks, with the output that is shown below it."""
-    found = []
+def commands(document: str) -> list[list[tuple[str, str]]]:
+    """Return for each console block its commands, each with the output that is shown below it."""
+    of_blocks = []
     for block in blocks(document, "console"):
-        for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
-            command, _, shown = part.partition("\n")
-            found.append((command, shown))
-    return found
+        parts = (part.partition("\n") for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:])
+        of_blocks.append([(command, shown) for command, _, shown in parts])
+    return of_blocks
 
 
 def is_as_shown(output: str, shown: str) -> bool:
@@ -189,18 +188,24 @@ def is_as_shown(output: str, shown: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("document", "command", "shown"),
-    [(document, *each) for document in DOCUMENTS if document not in TUTORIALS for each in commands(document)],
+    ("document", "block"),
+    [
+        (document, block)
+        for document in DOCUMENTS
+        if document not in TUTORIALS
+        for block in range(len(commands(document)))
+    ],
 )
-def test_commands_run_and_print_the_shown_output(
-    document: str, command: str, shown: str, workplace: Callable[[str], None]
+def test_commands_of_a_block_run_in_order_and_print_the_shown_output(
+    document: str, block: int, workplace: Callable[[str], None]
 ) -> None:
     workplace(document)
-    program, *arguments = shlex.split(command)
-    assert program == "kvframe"
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    assert is_as_shown(result.output, shown), result.output
+    for command, shown in commands(document)[block]:
+        program, *arguments = shlex.split(command)
+        assert program == "kvframe"
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+        assert is_as_shown(result.output, shown), result.output
 
 
 FEW = """
