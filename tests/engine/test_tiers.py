@@ -12,7 +12,7 @@ import torch
 from kvframe_engine.tiers import sealed_store, tiers, writer
 from kvframe_engine.tiers.rate import ReadRate
 
-from kvframe import Engine, PageRecords, Stack, load_plugins
+from kvframe import BlocksRemoved, BlocksStored, CacheEvent, Engine, PageRecords, Stack, load_plugins
 from kvframe.contract.errors import StackError
 from tests.models.serving import GREEDY, TinyModel, ids
 from tests.support.engines import held_pages, manager_of, tiers_of
@@ -248,6 +248,36 @@ def test_nothing_is_kept_without_prefix_caching(llama: TinyModel, shelf: Shelf) 
         assert engine.flush_page_stores()
     assert ({}, set()) == (shelf.records, shelf.origins)
     assert Stack().cache.all_stores == ()
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_events_are_about_the_device(llama: TinyModel, tiers: str) -> None:
+    held: set[tuple[int, bytes]] = set()
+
+    def listen(events: Sequence[CacheEvent]) -> None:
+        for event in events:
+            if isinstance(event, BlocksStored):
+                assert held.isdisjoint((event.group, key) for key in event.keys)
+                held.update((event.group, key) for key in event.keys)
+            elif isinstance(event, BlocksRemoved):
+                held.difference_update((event.group, key) for key in event.keys)
+            else:
+                held.clear()
+
+    with small_engine(llama, **TIERS[tiers]) as engine:
+        engine.on_cache_events = listen
+        tokens(engine, ASKED[1:])
+        of_prompt = set(held)
+        tokens(engine, OTHERS)
+        assert engine.flush_page_stores()
+        assert not of_prompt <= held
+        (output,) = engine.generate(ASKED[1:], GREEDY)
+        assert output.cached is not None
+        assert output.cached.restored_tokens > 0
+        assert of_prompt <= held
+        replayed = set(held)
+        engine.on_cache_events = listen  # a new listener gets all that is cached
+        assert replayed == held
 
 
 # --- what is worth it -------------------------------------------------------------------------------------------------
