@@ -50,6 +50,7 @@ def command(folder: Path, pages: Path | None, *, num_new_tokens: int) -> list[st
 def generate(folder: Path, pages: Path | None, *, num_new_tokens: int = 20) -> dict[str, Any]:
     done = run_program(*command(folder, pages, num_new_tokens=num_new_tokens))
     assert 0 == done.returncode, done.stderr
+    assert done.stderr.endswith("MiB; prefixes also in disk\n" if pages else "MiB\n")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

@@ -168,13 +168,15 @@ class EngineCore(ABC, Generic[RequestT]):
         """Log in one line what serves the model."""
         backends = sorted({choice.backend for choice in self.choices})
         options = self.stack.model
+        tiers = list(self.stats().restored_blocks)
         _log.info(
-            "%s runs on %s; attention by %s; a cache of %.1f MiB",
+            "%s runs on %s; attention by %s; a cache of %.1f MiB%s",
             self.model.description.name,
             # The constructor is given a model that is loaded already, in any dtype.
             options.device if options.dtype == "auto" else f"{options.device} in {options.dtype}",
             ", ".join(backends) or "nothing, as no layer attends",
             self.plan.total_bytes / (1 << 20),
+            f"; prefixes also in {', '.join(tiers)}" if tiers else "",
         )
 
     def _check_model(self) -> None:
