@@ -25,7 +25,7 @@ from kvframe_engine.pool_pages import PoolPages
 from kvframe_engine.requests.fetch import Fetch
 from kvframe_engine.requests.progress import RequestProgress
 from kvframe_engine.tiers.fetcher import LEAST_WAIT, PrefixFetcher
-from kvframe_engine.tiers.move import Move
+from kvframe_engine.tiers.move import HOST, Move
 from kvframe_engine.tiers.rate import ReadRate
 from kvframe_engine.tiers.sealed_store import SealedStore, StoreCounts
 from kvframe_engine.tiers.writer import Batch, PageWriter
