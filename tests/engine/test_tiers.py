@@ -15,7 +15,7 @@ from kvframe_engine.tiers.rate import ReadRate
 from kvframe import BlocksRemoved, BlocksStored, CacheEvent, Engine, PageRecords, Stack, load_plugins
 from kvframe.contract.errors import StackError
 from tests.models.serving import GREEDY, TinyModel, ids
-from tests.support.engines import held_pages, manager_of, tiers_of
+from tests.support.engines import fetcher_of, held_pages, manager_of, tiers_of, waited_for
 from tests.support.stores import SHELVES, Shelf, shelf_plugin
 
 SYSTEM = ids(3, 37)
@@ -75,10 +75,10 @@ def expected(model: TinyModel, prompts: Sequence[Sequence[int]]) -> list[tuple[i
         return tokens(engine, prompts)
 
 
-@pytest.mark.parametrize("tiers", TIERS)
-def test_evicted_prefixes_come_back(tiny: TinyModel, tiers: str) -> None:
+@pytest.mark.parametrize("name", TIERS)
+def test_evicted_prefixes_come_back(tiny: TinyModel, name: str) -> None:
     asked, others = expected(tiny, ASKED), expected(tiny, OTHERS)
-    with small_engine(tiny, **TIERS[tiers]) as engine:
+    with small_engine(tiny, **TIERS[name]) as engine:
         assert asked == tokens(engine, ASKED)
         assert others == tokens(engine, OTHERS)
         assert engine.flush_page_stores()
@@ -233,6 +233,23 @@ def test_pages_that_no_store_takes_in_time_stay_on_the_device(
         # While the second request ran, nothing was queued; at its end, all pages were.
         assert 0 == engine.stats().stores["shelf"].pages_dropped
         assert len(shelf.records) == engine.stats().stores["shelf"].pages_stored > 10
+
+
+def test_fetched_pages_that_a_reset_made_useless_are_dropped(llama: TinyModel, shelf: Shelf) -> None:
+    with llama.engine(block_size=4, stores=["shelf"]) as engine:
+        asked = tokens(engine, ASKED[:1])
+        assert engine.flush_page_stores()
+        engine.reset_prefix_cache()
+        fetcher = fetcher_of(engine)
+        engine.add_request(ASKED[0], GREEDY)
+        assert waited_for(lambda: fetcher.num_waiting_bytes > 0)
+        engine.reset_prefix_cache()
+        outputs = []
+        while engine.has_unfinished:
+            outputs += engine.step()
+        assert asked == [output.token_ids for output in outputs if output.finish_reason is not None]
+        # Otherwise the fetcher would stop in the end, because too many bytes wait.
+        assert 0 == fetcher.num_waiting_bytes
 
 
 def test_a_store_without_a_secret_needs_a_key(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

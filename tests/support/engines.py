@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
+
+from kvframe_engine.tiers.fetcher import PrefixFetcher
 
 from kvframe import KVCacheManager
 
@@ -46,6 +50,20 @@ def draft_of(engine: Any) -> Any:
 def runner_of(engine: Any) -> Any:
     """Return the runner of an engine's steps."""
     return engine._runner
+
+
+def fetcher_of(engine: Any) -> PrefixFetcher:
+    """Return what fetches pages from an engine's page stores."""
+    fetcher: PrefixFetcher = engine._tiers._fetcher
+    return fetcher
+
+
+def waited_for(is_so: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Return whether something is so, at the latest after some seconds."""
+    until = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < until:
+        time.sleep(0.005)
+    return is_so()
 
 
 def held_pages(engine: Any) -> int:

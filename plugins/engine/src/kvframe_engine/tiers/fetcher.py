@@ -28,6 +28,7 @@ class PrefixFetcher:
 
     Attributes:
         seconds_per_token: How long the model takes to compute a token of a prompt; None if it is not known.
+        num_waiting_bytes: Bytes of pages that were fetched and wait for their requests.
     """
 
     def __init__(self, stores: Sequence[SealedStore], page_bytes: Sequence[int]) -> None:
@@ -41,7 +42,7 @@ class PrefixFetcher:
         self._page_bytes = page_bytes
         self._fetches: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._num_waiting_bytes = 0
+        self.num_waiting_bytes = 0
         self._is_closed = False
         self.seconds_per_token: float | None = None
         self._thread = threading.Thread(target=self._run, name="kvframe-page-fetcher", daemon=True)
@@ -56,7 +57,7 @@ class PrefixFetcher:
         fetch.is_cancelled = True
         with self._changed:
             if fetch.is_done:
-                self._num_waiting_bytes -= fetch.num_bytes
+                self.num_waiting_bytes -= fetch.num_bytes
                 fetch.pages = {}
             self._changed.notify_all()
 
@@ -76,7 +77,7 @@ class PrefixFetcher:
     def _run(self) -> None:
         while (fetch := self._fetches.get()) is not None:
             with self._changed:
-                self._changed.wait_for(lambda: self._num_waiting_bytes < MAX_FETCHED_BYTES or self._is_closed)
+                self._changed.wait_for(lambda: self.num_waiting_bytes < MAX_FETCHED_BYTES or self._is_closed)
             if self._is_closed:
                 break
             try:
@@ -87,7 +88,7 @@ class PrefixFetcher:
                     fetch.is_done = True
                     if fetch.is_cancelled:
                         fetch.pages = {}
-                    self._num_waiting_bytes += fetch.num_bytes
+                    self.num_waiting_bytes += fetch.num_bytes
                     self._changed.notify_all()
         for store in self._stores:
             store.close()

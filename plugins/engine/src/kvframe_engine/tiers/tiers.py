@@ -185,20 +185,20 @@ class Tiers:
             self.counts.given_up += 1
             return NOTHING
         blocks = self._blocks_of(request, fetch.blocks)
-        if fetch.records is not self._records and self._has_stores:
-            fetch.pages = {}  # the weights have changed since
+        # If the cache was reset since, the weights may have changed. The fetcher counts the pages until they are dropped.
+        pages = fetch.pages if fetch.records is self._records else {}
         in_host = self._in_host(blocks)
         present = [cached | (host > 0) for cached, host in zip(blocks.cached, in_host, strict=True)]
-        for group, block in fetch.pages:
+        for group, block in pages:
             present[group][block] = True
         num_tokens = blocks.longest(present)
         if num_tokens is None or (num_tokens <= blocks.num_cached and not blocks.lacks_inputs):
             return NOTHING
         if len(self.counts.stores) == 1:
-            self._known.update(dict.fromkeys((group, blocks.keys[group][block]) for group, block in fetch.pages))
+            self._known.update(dict.fromkeys((group, blocks.keys[group][block]) for group, block in pages))
         move = Move(self._manager, self._host, self._pages, blocks, in_host, fetch, num_tokens)
         num_saved = num_tokens - blocks.num_cached
-        if not fetch.pages and self._is_slower(move.num_host_bytes, num_saved) and not blocks.lacks_inputs:
+        if not pages and self._is_slower(move.num_host_bytes, num_saved) and not blocks.lacks_inputs:
             return NOTHING
         began = perf_counter()
         try:
@@ -208,7 +208,7 @@ class Tiers:
             return NOTHING
         if fetch.pin is None:
             return None
-        if not fetch.pages:
+        if not pages:
             self._host_rate.note(perf_counter() - began, move.num_host_bytes)
         self.counts.restored_tokens += num_saved
         self.counts.pages_from += move.sources
