@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 import torch
+from kvframe_engine.scheduling.stats import EngineStats
 
 from benchmarks.harness import models, options
 from benchmarks.harness.pages import heading, page, table
@@ -51,17 +52,22 @@ ENDS = {"length": "served", "aborted": "aborted by their owners", "error": "fail
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
+    return write_page(record, "Soak: traffic while things break", COUNTS, KINDS)
+
+
+def write_page(record: Mapping[str, Any], title: str, counts: Mapping[str, str], kinds: Mapping[str, str]) -> str:
+    """Return a page with a title, and with a row for each count and each kind of fault, which are given in words."""
     scenarios = record["scenarios"]
     what = f": {record['minutes']:g} minutes of simulated traffic for each scenario, seed {record['seed']}."
     found = list(scenarios.values())
-    rows = [(text, [each[key] for each in found]) for key, text in COUNTS.items()]
+    rows = [(text, [each[key] for each in found]) for key, text in counts.items()]
     rows += [(f"requests {text}", [each["ends"].get(key, 0) for each in found]) for key, text in ENDS.items()]
-    rows += [(f"fault: {text}", [each["faults"].get(kind, 0) for each in found]) for kind, text in KINDS.items()]
+    rows += [(f"fault: {text}", [each["faults"].get(kind, 0) for each in found]) for kind, text in kinds.items()]
     wrong = ("tokens that differ, failures without a reason", "mirrors that differ", "leaks")
     for key, text in zip(WRONG, wrong, strict=True):
         rows.append((f"**{text}**", [len(each[key]) for each in found]))
     return page(
-        heading("Soak: traffic while things break", record, what, "float32, greedy.", how="Run"),
+        heading(title, record, what, "float32, greedy.", how="Run"),
         "\n".join(
             f"- **{name}**: tiny `{each['family']}`; {each['what']}; {each['slabs']} slabs."
             for name, each in scenarios.items()
@@ -74,14 +80,19 @@ def write_report(record: Mapping[str, Any]) -> str:
 
 
 def soak(
-    scenario: Scenario, minutes: float, seed: int, num_prompts: int, advance: Callable[[int], None]
-) -> dict[str, Any]:
-    """Run a scenario; return its record."""
+    scenario: Scenario,
+    minutes: float,
+    seed: int,
+    num_prompts: int,
+    advance: Callable[[int], None],
+    make: Callable[[Served, int], Soak] = Soak,
+) -> tuple[dict[str, Any], Soak, EngineStats]:
+    """Run a scenario; return its record, what ``make`` made of model and seed, and the engine's last numbers."""
     with tempfile.TemporaryDirectory() as folder:
         served = Served.of(scenario, Path(folder), num_prompts)
     arrivals = draw_arrivals(scenario, served.prompts, 60 * minutes, seed)
     started = time.perf_counter()
-    running = Soak(served, seed)
+    running = make(served, seed)
     with running.engine as engine:
         plan = engine.plan
         running.run(arrivals, advance)
@@ -89,7 +100,7 @@ def soak(
     same = ("generated_tokens", "preemptions", "swaps", "failed_swaps", "retries", "evictions")
     counts = {**running.counts, **{name: getattr(stats, name) for name in same}}
     counts["hit_tokens"] = stats.cached_prompt_tokens
-    return {
+    row = {
         "family": scenario.family,
         "what": scenario.what,
         "cache_bytes": plan.total_bytes,
@@ -101,6 +112,7 @@ def soak(
         "raised": dict(sorted(running.raised.items())),
         **running.wrong,
     }
+    return row, running, stats
 
 
 def has_failed(record: Mapping[str, Any]) -> bool:
@@ -116,16 +128,25 @@ def has_failed(record: Mapping[str, Any]) -> bool:
 @options.choose("--scenario", "scenarios", SCENARIOS)
 def main(minutes: float, seed: int, scenarios: Sequence[Scenario]) -> dict[str, Any]:
     """Serve every scenario's traffic; write one JSON file and one page; fail if anything differs or leaks."""
+    prepare()
+    found: dict[str, Any] = {}
+    for scenario in scenarios:
+        with progress(scenario.name, int(60 * minutes * scenario.per_second)) as advance:
+            found[scenario.name], _, _ = soak(scenario, minutes, seed, prompts_for(minutes), advance)
+    return {"minutes": minutes, "seed": seed, "scenarios": found}
+
+
+def prepare() -> None:
+    """Prepare this process: Ctrl-C raises, and expected failures are not logged."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Background jobs of a shell have no handler.
     models.silence_transformers()
     logging.getLogger("kvframe").setLevel(logging.CRITICAL)  # It reports every failure of a listener.
-    found: dict[str, Any] = {}
-    num_prompts = NUM_PROMPTS if minutes > MINUTES_IN_SHORT else NUM_PROMPTS_IN_SHORT
-    for scenario in scenarios:
-        with progress(scenario.name, int(60 * minutes * scenario.per_second)) as advance:
-            found[scenario.name] = soak(scenario, minutes, seed, num_prompts, advance)
-    return {"minutes": minutes, "seed": seed, "scenarios": found}
+
+
+def prompts_for(minutes: float) -> int:
+    """Return the number of different prompts for a length of traffic."""
+    return NUM_PROMPTS if minutes > MINUTES_IN_SHORT else NUM_PROMPTS_IN_SHORT
 
 
 if __name__ == "__main__":

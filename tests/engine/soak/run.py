@@ -62,10 +62,11 @@ class Soak:
         )
         # The operator injects wrong sizes; other faults need swapping or a wrapper.
         left_out = {"resize"}
-        left_out |= set() if "preemption" in served.scenario.cache else {"swap"}
+        left_out |= set() if "host_memory" in served.scenario.cache else {"swap"}
         left_out |= set() if served.scenario.wrappers else {"shape"}
         self._kinds = [kind for kind in KINDS if kind not in left_out]
         self._source = random.Random(f"{served.scenario.name}-faults-{seed}")
+        self._has_owners = served.scenario.has_owners
         self._second = 0.0
         self._armed_until = 0
         self._running: dict[tuple[str, int], Arrival] = {}
@@ -96,7 +97,8 @@ class Soak:
 
     def _take(self, arrival: Arrival) -> None:
         params = SamplingParams(max_new_tokens=arrival.num_tokens, n=arrival.num_samples)
-        name = self.engine.add_request(arrival.prompt.prompt, params, cache_salt=arrival.salt)
+        owner = arrival.salt if self._has_owners else ""
+        name = self.engine.add_request(arrival.prompt.prompt, params, cache_salt=arrival.salt, owner=owner)
         for sample in range(arrival.num_samples):
             self._running[name, sample] = arrival
         if arrival.patience is not None:

@@ -18,6 +18,7 @@ from kvframe.planning.groups import Grouping
 from kvframe.planning.plan import plan_cache
 from kvframe.planning.recognise import find_adapter
 from tests.engine.injected_faults import Careless, careless_plugin
+from tests.engine.soak.faulty_store import FaultyStore, faulty_store_plugin
 
 VOCABULARY = 128
 START = 3
@@ -41,6 +42,7 @@ class Scenario:
         limits: The stack's ``[limits]``.
         wrappers: The wrappers of every layer.
         per_second: Requests in a second, outside of bursts.
+        has_owners: Whether a request's salt is its owner too.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Scenario:
     limits: Mapping[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 24}
     wrappers: tuple[str, ...] = ()
     per_second: float = 0.1
+    has_owners: bool = False
 
 
 SWAP: dict[str, Any] = {"block_size": 4, "preemption": "swap", "host_memory": "192KiB"}
@@ -91,6 +94,53 @@ SCENARIOS = (
     ),
 )
 
+STORES: dict[str, Any] = {"block_size": 4, "stores": [FaultyStore.name]}
+SCENARIOS_WITH_STORES = (
+    Scenario(
+        name="full",
+        family="llama",
+        what="full attention, a store and 48 KiB of host memory, computing again",
+        longest=72,
+        cache={**STORES, "host_memory": "48KiB"},
+        has_owners=True,
+    ),
+    Scenario(
+        name="windows",
+        family="gemma3_text",
+        what="windows of 8 tokens beside full attention, a store, swapping to 64 KiB of host memory",
+        longest=88,
+        cache={**STORES, **SWAP, "host_memory": "64KiB"},
+        wrappers=(Careless.name,),
+        has_owners=True,
+    ),
+    Scenario(
+        name="states",
+        family="bamba",
+        what="Mamba-2 states beside full attention, a store alone, computing again",
+        longest=72,
+        cache=STORES,
+        has_owners=True,
+    ),
+    Scenario(
+        name="latents",
+        family="deepseek_v3",
+        what="latents, a store, swapping to 24 KiB of host memory",
+        longest=72,
+        cache={**STORES, **SWAP, "host_memory": "24KiB"},
+        has_owners=True,
+    ),
+    Scenario(
+        name="encoder",
+        family="t5gemma",
+        what="an encoder and a decoder, both with windows and full attention, a store, swapping to 64 KiB",
+        longest=64,
+        longest_input=41,
+        cache={**STORES, **SWAP, "host_memory": "64KiB"},
+        has_owners=True,
+    ),
+)
+"""Scenarios with a faulty page store."""
+
 
 @attrs.frozen
 class CheckedPrompt:
@@ -122,7 +172,7 @@ class Served:
         """Make the model in a folder, and let transformers generate the expected tokens of every prompt."""
         path = folder / scenario.name
         save_tiny(path, scenario.family)
-        registry = load_plugins(plugins=[careless_plugin()]).registry
+        registry = load_plugins(plugins=[careless_plugin(), faulty_store_plugin()]).registry
         loaded = find_adapter(path, registry).load(path, device="cpu", dtype="float32")
         checked = [_expected(loaded, prompt, scenario) for prompt in _prompts(scenario, num_prompts)]
         return cls(scenario, loaded, registry, tuple(each for each in checked if each.expected))

@@ -185,7 +185,7 @@ class Tiers:
             self.counts.given_up += 1
             return NOTHING
         blocks = self._blocks_of(request, fetch.blocks)
-        # If the cache was reset since, the weights may have changed. The fetcher counts the pages until they are dropped.
+        # After a reset of the cache, pages may be of other weights. The fetcher counts them until they are dropped.
         pages = fetch.pages if fetch.records is self._records else {}
         in_host = self._in_host(blocks)
         present = [cached | (host > 0) for cached, host in zip(blocks.cached, in_host, strict=True)]
