@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,8 +12,10 @@ import numpy as np
 from kvframe_engine.requests.request import Request, SamplingParams
 from kvframe_engine.scheduling.scheduler import Scheduler
 from kvframe_engine.scheduling.step import ScheduledStep
+from kvframe_engine.tiers.tiers import Tiers
 
 from benchmarks.memory.traces import Conversation
+from kvframe.cache.host_pages import HostPages
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.model import ModelInput
 from kvframe.contract.specs import TOKENS, KVCacheSpec
@@ -112,7 +114,9 @@ class Outcome:
         concurrency: The number of running requests in each step, from the first step on in which a waiting request
             found too few free blocks; in all steps if there was none.
         was_full: Whether there was such a step.
-        hit_rate: The share of the prompts' tokens that were found when the prompt was first admitted.
+        prompt_tokens: Tokens of the prompts.
+        hit_tokens: Of these, the ones that were found when the prompt was first admitted.
+        hit_rate: Their share.
         full_use: The use of the memory in some of the steps in which it was full.
     """
 
@@ -122,6 +126,8 @@ class Outcome:
     concurrency: list[int] = attrs.field(factory=list)
     was_full: bool = False
     preemptions: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
     hit_rate: float = 0.0
     full_use: list[MemoryUse] = attrs.field(factory=list)
 
@@ -137,18 +143,32 @@ class Simulation:
         num_users: int,
         max_num_seqs: int,
         input_lens: Mapping[str, int],
+        host_pages: HostPages | None = None,
+        make_tiers: Callable[[KVCacheManager], Tiers] | None = None,
+        ends_all: bool = False,
     ) -> None:
         """Set up a run of at most ``max_num_seqs`` requests at once.
 
-        ``input_lens`` are the lengths of the inputs that each request has beside its tokens, by sequence.
+        Args:
+            plan: The pool.
+            trace: The conversations.
+            num_users: The number of users.
+            max_num_seqs: The most requests at once.
+            input_lens: The lengths of the inputs that each request has beside its tokens, by sequence.
+            host_pages: Host memory for evicted pages; None for none.
+            make_tiers: Makes what brings pages back to the pool; None if nothing does.
+            ends_all: Whether the run ends when all conversations have ended, and not when the last one has begun.
         """
-        self._manager = KVCacheManager(plan, max_num_seqs=max_num_seqs)
+        self._manager = KVCacheManager(plan, max_num_seqs=max_num_seqs, host_pages=host_pages)
+        self._tiers = None if make_tiers is None else make_tiers(self._manager)
         self._scheduler: Scheduler[Request] = Scheduler(
             self._manager,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=plan.max_num_batched_tokens,
             shared_block_size=plan.alignment,
+            tiers=self._tiers,
         )
+        self._ends_all = ends_all
         self._plan, self._max_num_seqs, self._input_lens = plan, max_num_seqs, input_lens
         self._conversations = deque(trace)
         self._turn_of: dict[str, tuple[Conversation, int]] = {}
@@ -161,15 +181,20 @@ class Simulation:
     def run(self) -> Outcome:
         """Run the trace until its last conversation has begun."""
         outcome = self.outcome
-        while self._conversations:
+        while self._conversations or (self._ends_all and self._turn_of):
             while self._coming and self._coming[0][0] <= outcome.steps:
                 self._scheduler.add(heapq.heappop(self._coming)[2])
             step = self._scheduler.schedule()
             if step is None:
-                outcome.steps = self._coming[0][0]
+                if self._tiers is not None and self._scheduler.waiting:
+                    self._tiers.wait()
+                else:
+                    outcome.steps = self._coming[0][0]
                 continue
             self._count(step)
             self._complete(step)
+            if self._tiers is not None:
+                self._tiers.after_step(0, 0.0)
             if outcome.steps % LOOK_EVERY == 0 and self._manager.usage >= FULL:
                 computed = {request.request_id: request.num_computed for request in self._scheduler.running}
                 use = memory_use(self._manager, computed)
@@ -179,6 +204,7 @@ class Simulation:
         stats = self._scheduler.stats
         outcome.preemptions = stats.preemptions
         outcome.hit_rate = stats.cached_prompt_tokens / stats.prompt_tokens
+        outcome.prompt_tokens, outcome.hit_tokens = stats.prompt_tokens, stats.cached_prompt_tokens
         return outcome
 
     def _send(self, conversation: Conversation, index: int) -> None:
