@@ -6,20 +6,16 @@ See benchmarks/README.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
-import click
 import torch
 from kvframe_engine.tiers.tiers import Tiers
 from kvframe_mamba.spec import MambaSpec
 from kvframe_sliding_window.spec import SlidingWindowSpec
 
-from benchmarks.harness import options
-from benchmarks.harness.pages import heading, page, table
-from benchmarks.harness.record import benchmark, progress
 from benchmarks.memory.simulator import Simulation
 from benchmarks.memory.traces import TRACES, Conversation, Lengths, draw
 from kvframe.attention.storage import HostStorage
