@@ -252,6 +252,27 @@ def test_fetched_pages_that_a_reset_made_useless_are_dropped(llama: TinyModel, s
         assert 0 == fetcher.num_waiting_bytes
 
 
+@pytest.mark.parametrize("is_on_device", [True, False])
+def test_what_is_evicted_while_a_request_waits_is_fetched_again(llama: TinyModel, is_on_device: bool) -> None:
+    """Other requests evict its first pages after the others were fetched, or all after none had to be."""
+    asked = expected(llama, ASKED[1:])
+    with small_engine(llama, stores=["shelf"]) as engine:
+        assert asked == tokens(engine, ASKED[1:])
+        assert engine.flush_page_stores()
+        if not is_on_device:
+            tokens(engine, [ids(90, 40)])
+        engine.add_request(OTHERS[0], GREEDY)
+        name = engine.add_request(ASKED[1], GREEDY)
+        outputs = []
+        while engine.has_unfinished:
+            outputs += engine.step()
+        (output,) = [output for output in outputs if output.request_id == name and output.finish_reason is not None]
+        assert asked == [output.token_ids]
+        assert output.cached is not None
+        assert (52, True) == (output.cached.num_tokens, output.cached.restored_tokens > 0)
+        assert 0 == held_pages(engine)
+
+
 def test_a_store_without_a_secret_needs_a_key(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.stores.ShelfStore.local_secret", lambda self: None)
     with pytest.raises(StackError, match=r"page store 'shelf' keeps no secret, .*; set key in \[cache\]"):

@@ -24,6 +24,7 @@ class Fetch:
         blocks: The request's blocks.
         local: Per group, the blocks that are on the device or in host memory.
         max_seconds: How long the request waits.
+        num_tokens: The prefix that the request can continue from when it is done.
         began: When it began to wait, by ``monotonic``.
         pages: The pages that arrived, each with the name of its store, by group and block index.
         absent: The group and key of each page that no store has.
@@ -36,6 +37,7 @@ class Fetch:
     blocks: PrefixBlocks
     local: Sequence[npt.NDArray[np.bool_]]
     max_seconds: float
+    num_tokens: int = 0
     began: float = attrs.field(factory=monotonic)
     pages: dict[tuple[int, int], tuple[str, Page]] = attrs.field(factory=dict)
     absent: list[tuple[int, bytes]] = attrs.field(factory=list)

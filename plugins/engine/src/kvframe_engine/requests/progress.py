@@ -68,6 +68,8 @@ class RequestProgress:
         ranges: Ranges of its prompt whose tokens see each other in both directions; each is computed in one step.
         cache_tokens: Its tokens as the cache compares them.
         fetch: What is fetched of its prefix while it waits; None for nothing.
+        num_fetches: How often that was begun again, because pages were evicted while it waited.
+        promised_tokens: The prefix that was on the device, or was to be brought there, when it began to wait.
         forks_from: The request with the same tokens from which it forks at ``pause_at``, to save computing them; None
             for none, and after the first try.
         finish_reason: Why it ended; None until then.
@@ -104,6 +106,8 @@ class RequestProgress:
         init=False, default=attrs.Factory(lambda self: self._marked, takes_self=True)
     )
     fetch: Fetch | None = None
+    num_fetches: int = 0
+    promised_tokens: int = 0
     forks_from: RequestProgress | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None

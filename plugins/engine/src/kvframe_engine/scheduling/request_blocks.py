@@ -218,7 +218,10 @@ class RequestBlocks(Generic[RequestT]):
                 return 0
             if self._reserve_prompts and hit + num_scheduled < len(request.token_ids) and others_run:
                 # Without blocks for the rest, it would take blocks from others until it is preempted itself.
-                fits = fits and self._fits_whole(request)
+                fits = fits and self._has_capacity(request, len(request.token_ids))
+            if fits and hit < request.promised_tokens and self._waits_again(request, hit + num_scheduled):
+                self.release(request)
+                return 0
             if fits and self._extend_first(request, hit + num_scheduled):
                 break
             self.release(request)
@@ -253,10 +256,18 @@ class RequestBlocks(Generic[RequestT]):
             )
         return num_scheduled
 
-    def _fits_whole(self, request: RequestT) -> bool:
-        """Return whether there are enough free blocks for all tokens of a new request; free the request on an error."""
+    def _waits_again(self, request: RequestT, num_tokens: int) -> bool:
+        """Return whether a request that finds less than it waited for waits once more, instead of computing the rest.
+
+        It does so only when its first tokens fit: before, other requests would evict what is brought to the device.
+        """
+        tiers = self._tiers
+        return tiers is not None and self._has_capacity(request, num_tokens) and tiers.begins_again(request)
+
+    def _has_capacity(self, request: RequestT, num_tokens: int) -> bool:
+        """Return whether there are enough free blocks for a new request's tokens; free the request on an error."""
         try:
-            return self._cache.has_capacity(request.request_id, len(request.token_ids))
+            return self._cache.has_capacity(request.request_id, num_tokens)
         except BaseException:
             self.release(request)
             raise

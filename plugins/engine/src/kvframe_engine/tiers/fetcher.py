@@ -123,6 +123,7 @@ class PrefixFetcher:
             if not blocks.lacks_inputs and not self._is_worth(missing, holders, num_tokens - blocks.num_cached):
                 return
             if self._read(fetch, records, missing, holders, keys):
+                fetch.num_tokens = num_tokens
                 return
 
     def _read(

@@ -40,6 +40,9 @@ DEFAULT_SECONDS_PER_TOKEN = 1e-3
 BYTES_A_STEP = 16 << 20
 """The bytes of pages that are copied for the stores after a step."""
 
+MAX_FETCHES = 3
+"""How often a request waits for its pages once more, because some were evicted before it started."""
+
 LEAST_TOKENS = 64
 """Steps of fewer tokens tell little about prompts."""
 
@@ -129,15 +132,37 @@ class Tiers:
 
     def begin(self, request: RequestProgress) -> None:
         """Begin to fetch what a waiting request can continue from and the device does not have."""
+        request.num_fetches = 0
+        self._begin(request)
+
+    def begins_again(self, request: RequestProgress) -> bool:
+        """Begin again to fetch a prefix of which less was found than the request waited for.
+
+        Other requests may have evicted pages in between, on the device and in host memory. A prefix without its first
+        pages is none, however many of the others were fetched.
+
+        Returns:
+            Whether the request should wait once more.
+        """
+        if request.num_fetches == MAX_FETCHES:
+            return False
+        request.num_fetches += 1
+        self._begin(request)
+        return request.fetch is not None
+
+    def _begin(self, request: RequestProgress) -> None:
         self.drop(request)
+        request.promised_tokens = 0
         if not request.uses_prefix or request.forks_from is not None or request.is_swapped:
             return
         blocks = self._blocks_of(request, None)
+        request.promised_tokens = blocks.num_cached
         if blocks.is_complete:
             return
         in_host = self._in_host(blocks)
         local = [cached | (host > 0) for cached, host in zip(blocks.cached, in_host, strict=True)]
         num_local = blocks.longest(local)
+        request.promised_tokens = max(blocks.num_cached, num_local or 0)
         if self._fetcher is None or self._records is None:
             is_more = num_local is not None and (num_local > blocks.num_cached or blocks.lacks_inputs)
             request.fetch = Fetch(None, blocks, local, 0.0, is_done=True) if is_more else None
@@ -184,6 +209,7 @@ class Tiers:
         if not fetch.is_done:
             self.counts.given_up += 1
             return NOTHING
+        request.promised_tokens = max(request.promised_tokens, fetch.num_tokens)
         blocks = self._blocks_of(request, fetch.blocks)
         # After a reset of the cache, pages may be of other weights. The fetcher counts them until they are dropped.
         pages = fetch.pages if fetch.records is self._records else {}
