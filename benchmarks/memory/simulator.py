@@ -194,7 +194,7 @@ class Simulation:
             self._count(step)
             self._complete(step)
             if self._tiers is not None:
-                self._tiers.after_step(0, 0.0)
+                self._tiers.after_step(0, 0.0, is_last=not self._scheduler.has_work)
             if outcome.steps % LOOK_EVERY == 0 and self._manager.usage >= FULL:
                 computed = {request.request_id: request.num_computed for request in self._scheduler.running}
                 use = memory_use(self._manager, computed)
