@@ -208,6 +208,7 @@ class Tiers:
         assert fetch is not None
         if not fetch.is_done:
             self.counts.given_up += 1
+            request.num_fetches = MAX_FETCHES  # it has waited long enough
             return NOTHING
         request.promised_tokens = max(request.promised_tokens, fetch.num_tokens)
         blocks = self._blocks_of(request, fetch.blocks)
@@ -225,12 +226,14 @@ class Tiers:
         move = Move(self._manager, self._host, self._pages, blocks, in_host, fetch, num_tokens)
         num_saved = num_tokens - blocks.num_cached
         if not pages and self._is_slower(move.num_host_bytes, num_saved) and not blocks.lacks_inputs:
+            request.promised_tokens = 0
             return NOTHING
         began = perf_counter()
         try:
             fetch.pin = move.run(request)
         except (LookupError, RuntimeError, MemoryError) as error:
             _log.warning("a prefix could not be brought to the device, and is computed: %s", safe_text(error))
+            request.promised_tokens = 0
             return NOTHING
         if fetch.pin is None:
             return None
