@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -265,6 +267,43 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_read_is_opened_again_and_al
         with closing(reader):
             assert [True, True] == reader.read([KEY, OTHER], [memoryview(buffer) for buffer in buffers])
     assert (1, records) == (num_cuts, buffers)
+
+
+WRITER = """
+import sys
+from kvframe_valkey.store import ValkeyStore
+store = ValkeyStore(url=sys.argv[1], timeout=60).open(sys.argv[2])
+for first in range(0, 2**16, 8):
+    keys = [index.to_bytes(32, "big") for index in range(first, first + 8)]
+    store.write(keys, [memoryview(key * 2**13) for key in keys])
+    print(first, flush=True)
+"""
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 3, 5, 8])
+def test_a_writer_that_is_killed_leaves_whole_records_only(
+    num_batches: int, store: OpenPageStore, own_server: StoreServer
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", WRITER, own_server.url, ORIGIN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as writer:
+        assert writer.stdout is not None
+        for _ in range(num_batches):
+            writer.stdout.readline()
+        writer.kill()
+        num_written = 8 * (num_batches + len(writer.stdout.readlines()))
+    with own_server.client() as client:
+        # The server has taken all that the writer sent when it has closed its connection.
+        for _ in range(1000):
+            if len(client.client_list(_type="normal")) == 2:
+                break
+            threading.Event().wait(0.02)
+        assert 2 == len(client.client_list(_type="normal"))
+    keys = [index.to_bytes(32, "big") for index in range(num_written + 16)]
+    records = [read(store, 2**18, key) for key in keys]
+    assert [key * 2**13 for key in keys[:num_written]] == records[:num_written]
+    assert all(record in (None, key * 2**13) for key, record in zip(keys, records, strict=True))
+    assert [record is not None for record in records] == store.find(keys)
 
 
 # --- a full server, and one that takes no records ---------------------------------------------------------------------
