@@ -13,7 +13,8 @@ from kvframe_transformers.testing import save_tiny
 from tests.models.serving import ids
 from tests.programs import run_program, start_program
 
-PROMPTS = [[*ids(3, 40), *ids(6, 3)], [*ids(3, 40), *ids(7, 19)]]
+PROMPTS = [[*ids(3, 600), *ids(6, 3)], [*ids(3, 600), *ids(7, 19)]]
+"""They are so long that requests wait for the disk on a busy machine too."""
 
 
 FAMILIES = {"llama": 1, "gemma3_text": 2, "mamba2": 1}
@@ -64,10 +65,8 @@ def test_the_next_process_continues_from_the_first_ones_prompts(folder: Path, tm
     first, second = generate(folder, tmp_path / "pages"), generate(folder, tmp_path / "pages")
     assert [expected, expected] == [tokens(first), tokens(second)]
     assert [[], []] == [output["cached"]["restored_from"] for output in first["outputs"]]
-    for prompt, output in zip(PROMPTS, second["outputs"], strict=True):
-        # All whole blocks but the one of the last token.
-        assert (len(prompt) - 1) // 4 * 4 == output["cached"]["num_tokens"]
-    assert 0 < second["stats"]["restored_tokens"]
+    # All whole blocks but the one of the last token.
+    assert 600 == second["outputs"][0]["cached"]["num_tokens"] == second["outputs"][0]["cached"]["restored_tokens"]
     assert ["disk"] == second["outputs"][0]["cached"]["restored_from"]
     assert second["stats"]["restored_blocks"]["disk"] > 0
     of_first, of_second = first["stats"]["stores"]["disk"], second["stats"]["stores"]["disk"]
@@ -80,7 +79,7 @@ def test_a_killed_process_leaves_pages_that_are_right(folder: Path, tmp_path: Pa
     pages = tmp_path / "pages"
     with tempfile.TemporaryFile() as out:
         running = start_program(
-            command(folder, pages, num_new_tokens=1500), {1: out.fileno(), 2: out.fileno()}, cwd=folder
+            command(folder, pages, num_new_tokens=1200), {1: out.fileno(), 2: out.fileno()}, cwd=folder
         )
         # A file for each cache group: the pages of the prompts.
         while len(list(pages.glob("*/records/*"))) < FAMILIES[folder.name]:

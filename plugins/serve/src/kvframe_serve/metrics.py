@@ -46,7 +46,6 @@ _OF_STORES = {
     "failures": ("failures", "Calls to a page store that failed."),
     "bytes_read": ("bytes_read", "Bytes that were read from a page store."),
     "bytes_written": ("bytes_written", "Bytes that were written to a page store."),
-    "read_seconds": ("seconds_reading", "Seconds that a page store took to read."),
 }
 """Metrics of tiers, with the names of what is counted of page stores."""
 
