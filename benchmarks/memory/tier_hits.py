@@ -5,17 +5,22 @@ See benchmarks/README.md.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
+import click
 import torch
 from kvframe_engine.tiers.tiers import Tiers
 from kvframe_mamba.spec import MambaSpec
 from kvframe_sliding_window.spec import SlidingWindowSpec
 
+from benchmarks.harness import options
+from benchmarks.harness.pages import heading, page, table
+from benchmarks.harness.process import map_in_processes
+from benchmarks.harness.record import benchmark, progress
 from benchmarks.memory.simulator import Simulation
 from benchmarks.memory.traces import TRACES, Conversation, Lengths, draw
 from kvframe.attention.storage import HostStorage
@@ -74,7 +79,7 @@ NONE = "none"
 SYSTEMS = (
     System(name=NONE),
     System(name="host memory, a quarter", host=0.25),
-    System(name="host memory, a quarter, first in first out", host=0.25, by_lru=False),
+    System(name="host memory, a quarter, first in, first out", host=0.25, by_lru=False),
     System(name="host memory, as large as the working set", host=1.0),
     System(name="store", has_store=True),
     System(name="host memory, a quarter, and store", host=0.25, has_store=True),
@@ -98,12 +103,13 @@ def working_set(conversations: Sequence[Conversation]) -> int:
     return sum(len(each.token_ids) for each in conversations)
 
 
-def run(system: System, layers: str, trace: str, size: int) -> dict[str, Any]:
-    """Run a trace with a number of users; return the row of the record."""
+def run(name: str, layers: str, trace: str, size: int) -> dict[str, Any]:
+    """Run a trace with a system's tiers and a number of users; return the row of the record."""
+    system = next(each for each in SYSTEMS if each.name == name)
     lengths, specs = CHOSEN_TRACES[trace], LAYERS[layers]
     conversations = draw(lengths, 4 * size, 32_768)
     longest = max(len(each.token_ids) for each in conversations) + 1
-    # The working set of an open conversation is what its next turn can find: full attention's tokens, mostly.
+    # Each user has one conversation of four at a time.
     tokens = working_set(conversations) // 4
     big = make_plan(specs, longest, 1 << 30)
     bytes_a_token = sum(group.page_bytes / group.block_size for group in big.groups)
@@ -124,7 +130,6 @@ def run(system: System, layers: str, trace: str, size: int) -> dict[str, Any]:
             tier._use_again = lambda group, host_ids: None
         return made[-1]
 
-    began = time.process_time()
     outcome = Simulation(
         plan,
         conversations,
@@ -144,7 +149,6 @@ def run(system: System, layers: str, trace: str, size: int) -> dict[str, Any]:
         "hit_tokens": outcome.hit_tokens,
         "preemptions": outcome.preemptions,
         "steps": outcome.steps,
-        "cpu_seconds": time.process_time() - began,
         "pool_share": plan.total_bytes / (tokens * bytes_a_token),
         "restored_tokens": 0,
         "waits_in_vain": 0,
@@ -164,3 +168,70 @@ def run(system: System, layers: str, trace: str, size: int) -> dict[str, Any]:
             "bytes_written": sum(store.bytes_written for store in stats["stores"].values()),
         }
     return row
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    rows = record["rows"]
+    note = f"The pool is a quarter of the working set; steps have at most {TOKENS_A_STEP:,} tokens."
+    return page(
+        heading("Prompt tokens that tiers find again", record, ".", note, how="Simulated"),
+        "Hits are prompt tokens that were not computed. Host memory gives up the pages first that were used least "
+        "recently, or those that were stored first (*first in, first out*).",
+        *_sections(rows),
+    )
+
+
+def _sections(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for trace, layers in dict.fromkeys((row["trace"], row["layers"]) for row in rows):
+        chosen = [row for row in rows if (row["trace"], row["layers"]) == (trace, layers)]
+        none = next(row for row in chosen if row["system"] == NONE)
+        yield f"## {trace}, {layers}"
+        yield (
+            f"{none['requests']:,} requests, {none['prompt_tokens']:,} prompt tokens; the pool is "
+            f"{none['pool_share']:.2f} of the working set."
+        )
+        yield table(
+            ("tiers", "hit tokens", "share", "brought back", "bytes written per byte found", "waited in vain"),
+            [_cells(row) for row in chosen],
+        )
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    written, found = row["bytes_written"], row["bytes_read"]
+    if row["host_blocks_stored"] and not written:
+        written, found = row["host_blocks_stored"], row["host_blocks_read"]
+    return (
+        row["system"],
+        f"{row['hit_tokens']:,}",
+        f"{row['hit_tokens'] / row['prompt_tokens']:.1%}",
+        f"{row['restored_tokens']:,}",
+        f"{written / found:.2f}" if found else "",
+        f"{row['waits_in_vain']}",
+    )
+
+
+def finds_fewer(record: Mapping[str, Any]) -> bool:
+    """Return whether a trace finds fewer tokens with tiers than without."""
+    none = {(row["trace"], row["layers"]): row["hit_tokens"] for row in record["rows"] if row["system"] == NONE}
+    return any(row["hit_tokens"] < none[row["trace"], row["layers"]] for row in record["rows"])
+
+
+@benchmark("tier_hits", write_report, fails=finds_fewer)
+@options.choose("--trace", "traces", CHOSEN_TRACES)
+@options.choose("--layers", "layers", LAYERS)
+@click.option("--size", type=click.IntRange(1), default=3, show_default=True, help="The number of users.")
+@click.option("--workers", type=click.IntRange(1), default=os.cpu_count(), help="The number of processes.")
+def main(traces: Sequence[str], layers: Sequence[str], size: int, workers: int) -> dict[str, Any]:
+    """Run the traces; write one JSON file and one page; fail if tiers find fewer tokens than none."""
+    jobs = [(system.name, each, trace, size) for trace in traces for each in layers for system in SYSTEMS]
+    rows = []
+    with progress("traces with tiers", len(jobs)) as advance:
+        for row in map_in_processes(run, jobs, workers):
+            rows.append(row)
+            advance(1)
+    return {"size": size, "rows": rows}
+
+
+if __name__ == "__main__":
+    main()

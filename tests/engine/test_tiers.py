@@ -62,7 +62,7 @@ def made(folder: Path, family: str) -> TinyModel:
 
 def small_engine(model: TinyModel, **options: Any) -> Engine:
     """Return an engine whose pool is about as large as one request."""
-    limits = {"block_size": 4, "max_model_len": 80}
+    limits: dict[str, Any] = {"block_size": 4, "max_model_len": 80}
     return model.engine(memory=model.tight_memory(72, **limits), audit=True, **limits, **options)
 
 
