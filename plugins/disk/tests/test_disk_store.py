@@ -329,6 +329,33 @@ def test_a_full_disk_fails_the_write_and_keeps_what_is_there(tmp_path: Path) -> 
     assert 18 == write(store, range(2, 20))
 
 
+def test_a_file_that_an_operator_removed_is_not_read(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write(store, [1])
+    write(store, [2])
+    batch_files(tmp_path)[0].unlink()
+    assert 1 == sum(read(store, number) is not None for number in (1, 2))
+    assert 1 == len(found(store, [1, 2]))
+    assert 2 == write(store, [1, 2])
+
+
+def test_a_write_lists_no_folder_that_only_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    write(store, [0])
+    folders: list[str] = []
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: [folders.append(Path(path).name), *listdir(path)][1:])
+    for number in range(1, 10):
+        write(store, [number])
+        assert [number] == found(store, [number])
+        assert read(store, number) is not None
+    assert {"writing"} == {*folders}
+    write(open_store(tmp_path), [10])
+    folders.clear()
+    assert [10] == found(store, [10])
+    assert ["records"] == folders
+
+
 # --- options ----------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,19 @@ LAYOUT = "kvframe-pages-1"
 """The name of the folder in the operator's folder. A later layout of files has another number."""
 
 SECRET_BYTES = 32
+_VERSION_BYTES = 16
+
+
+def read_version(lock: int) -> bytes:
+    """Return the version of the folder that the open file of its lock has; none if nothing was ever changed."""
+    return os.pread(lock, _VERSION_BYTES, 0)
+
+
+def write_version(lock: int) -> bytes:
+    """Give the folder a version that it never had."""
+    version = secrets.token_bytes(_VERSION_BYTES)
+    os.pwrite(lock, version, 0)
+    return version
 
 
 class Folder:
@@ -40,16 +53,27 @@ class Folder:
                 folder.mkdir(mode=0o700, exist_ok=True)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock that all processes take which publish or remove batch files."""
+    def locked(self) -> Iterator[int]:
+        """Hold the lock that all processes take which publish or remove batch files; the value is its open file."""
         lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
-                yield
+                yield lock
             finally:
                 # Closing would not be enough: a process that was forked meanwhile shares the lock.
                 fcntl.flock(lock, fcntl.LOCK_UN)
+        finally:
+            os.close(lock)
+
+    def version(self) -> bytes | None:
+        """Return the content of the lock's file, which differs after each change; None if the folder was removed."""
+        try:
+            lock = os.open(self._lock, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            return read_version(lock)
         finally:
             os.close(lock)
 

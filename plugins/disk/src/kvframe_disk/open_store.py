@@ -8,11 +8,11 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from kvframe.contract import OpenPageStore
 from kvframe_disk.batch_file import BatchFile, file_bytes, on_disk, read_record, read_table, write_records
-from kvframe_disk.folder import Folder
+from kvframe_disk.folder import Folder, read_version, write_version
 
 _MOST_BYTES_OF_A_FILE = 64 * 2**20
 """A larger batch is written as several files, unless a record alone is larger."""
@@ -23,9 +23,6 @@ _FILES_OF_A_FOLDER = 16
 _FREED = 32
 """If the folder is full, such a part of the bound is freed at once, so that not every write has to clean."""
 
-_CLOCK_TICK = 50_000_000
-"""Nanoseconds after a change of a folder in which a second change may leave its time as it is."""
-
 _CLEAN_EVERY = 60.0
 """Seconds from one look for unused files to the next."""
 
@@ -33,8 +30,8 @@ _CLEAN_EVERY = 60.0
 class OpenDiskStore(OpenPageStore):
     """The folder as one process sees it.
 
-    The invariant: each key of the index names a record of a file that was in the folder when the folder was last
-    listed. The folder is listed again if it has changed since.
+    The invariant: the index has the records of the folder's files in the version of the folder that was seen last.
+    Each change gives the folder another version, and then the folder is listed again.
     """
 
     def __init__(self, folder: Folder, origin: str, *, max_bytes: int, max_unused_seconds: float) -> None:
@@ -47,11 +44,12 @@ class OpenDiskStore(OpenPageStore):
         self._max_file_bytes = min(_MOST_BYTES_OF_A_FILE, max_bytes // _FILES_OF_A_FOLDER)
         self._files: dict[str, BatchFile] = {}
         self._index: dict[bytes, tuple[BatchFile, int]] = {}
-        self._listed_at: int | None = None
+        self._num_bytes = 0
+        self._version: bytes | None = None
+        self._is_changed = False
         self._cleaned_at = time.monotonic()
         folder.make()
-        with folder.explained("cannot be used"), folder.locked():
-            self._list()
+        with folder.explained("cannot be used"), self._locked():
             self._clean(0, is_first=True)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
@@ -97,42 +95,47 @@ class OpenDiskStore(OpenPageStore):
     def forget(self, keys: Sequence[bytes]) -> None:
         """Remove the files that have a record of these keys, with the other records in them."""
         wrong = frozenset(keys)
-        with self._folder.explained("cannot be changed"), self._folder.locked():
-            self._list()
+        with self._folder.explained("cannot be changed"), self._locked():
             for batch in [batch for batch in self._files.values() if not wrong.isdisjoint(batch.keys)]:
                 self._remove(batch)
 
     def close(self) -> None:
         """Release the index; no file is open between two calls."""
-        self._files, self._index, self._listed_at = {}, {}, None
+        self._files, self._index, self._num_bytes, self._version = {}, {}, 0, None
 
     # --- the index ----------------------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
         """List the folder if it has changed."""
         with self._folder.explained("cannot be read"):
-            try:
-                changed_at = os.stat(self._folder.records).st_mtime_ns
-            except FileNotFoundError:
+            version = self._folder.version()
+            if version is None:
                 self.close()
-                return
-            if changed_at != self._listed_at:
+            elif version != self._version:
                 self._list()
+                self._version = version
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the folder's lock, with an index that is up to date; what is changed gives the folder a version."""
+        with self._folder.locked() as lock:
+            version = read_version(lock)
+            if version != self._version:
+                self._list()
+            self._version, self._is_changed = version, False
+            try:
+                yield
+            finally:
+                if self._is_changed:
+                    self._version = write_version(lock)
 
     def _list(self) -> None:
-        try:
-            changed_at, now = os.stat(self._folder.records).st_mtime_ns, time.time_ns()
-            names = {*os.listdir(self._folder.records)}
-        except FileNotFoundError:
-            self.close()
-            return
+        names = {*os.listdir(self._folder.records)}
         for name in self._files.keys() - names:
             self._drop(self._files[name])
         for name in names - self._files.keys():
             with suppress(FileNotFoundError):
                 self._add(self._read_table(name))
-        # A change right after the listing may have the same time: it is seen by another listing.
-        self._listed_at = changed_at if abs(now - changed_at) > _CLOCK_TICK else None
 
     def _read_table(self, name: str) -> BatchFile:
         path = self._folder.records / name
@@ -146,10 +149,12 @@ class OpenDiskStore(OpenPageStore):
 
     def _add(self, batch: BatchFile) -> None:
         self._files[batch.name] = batch
+        self._num_bytes += batch.num_bytes
         self._index.update((key, (batch, index)) for index, key in enumerate(batch.keys))
 
     def _drop(self, batch: BatchFile) -> None:
-        self._files.pop(batch.name, None)
+        del self._files[batch.name]
+        self._num_bytes -= batch.num_bytes
         for key in batch.keys:
             if self._index.get(key, (None,))[0] is batch:
                 del self._index[key]
@@ -176,15 +181,15 @@ class OpenDiskStore(OpenPageStore):
         name = f"{self._origin}-{secrets.token_hex(8)}"
         path = self._folder.writing / name
         # The lock of the file itself says that its writer lives. It is taken before any cleaning can look at the file.
-        with self._folder.locked():
+        with self._locked():
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(file, fcntl.LOCK_EX)
         try:
             batch = write_records(file, name, records)
-            with self._folder.locked():
-                self._list()
+            with self._locked():
                 self._clean(batch.num_bytes)
                 os.rename(path, self._folder.records / name)
+                self._is_changed = True
                 self._add(batch)
         except BaseException:
             with suppress(OSError):
@@ -194,13 +199,15 @@ class OpenDiskStore(OpenPageStore):
             os.close(file)
 
     def _clean(self, num_bytes: int, *, is_first: bool = False) -> None:
-        """Remove files so that a file of ``num_bytes`` fits; the lock is held, and the folder was just listed."""
+        """Remove files so that a file of ``num_bytes`` fits; the lock is held."""
         self._remove_unfinished()
-        is_full = sum(batch.num_bytes for batch in self._files.values()) + num_bytes > self._max_bytes
+        is_full = self._num_bytes + num_bytes > self._max_bytes
         now = time.monotonic()
         if not is_full and now - self._cleaned_at < _CLEAN_EVERY and not is_first:
             return
         self._cleaned_at = now
+        # A writer that was killed after it renamed a file has given the folder no version.
+        self._list()
         used_at = {}
         for batch in [*self._files.values()]:
             try:
@@ -233,4 +240,5 @@ class OpenDiskStore(OpenPageStore):
     def _remove(self, batch: BatchFile) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._folder.records / batch.name)
+        self._is_changed = True
         self._drop(batch)
