@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvframe_engine.commands import generate as generating
 from kvframe_transformers.testing import save_tiny
 
+from kvframe import Engine
 from tests.models.serving import ids
 from tests.programs import run_program, start_program
+from tests.support.commands import run
 
 PROMPTS = [[*ids(3, 600), *ids(6, 3)], [*ids(3, 600), *ids(7, 19)]]
 """They are so long that requests wait for the disk on a busy machine too."""
@@ -91,3 +94,22 @@ def test_a_killed_process_leaves_pages_that_are_right(folder: Path, tmp_path: Pa
     second = generate(folder, pages, num_new_tokens=60)
     assert expected == tokens(second)
     assert 0 < second["stats"]["restored_tokens"]
+
+
+def test_what_was_generated_is_printed_if_ctrl_c_ends_the_wait_for_stores(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(engine: Engine, seconds: float) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "flush_page_stores", interrupted)
+    result = run(*command(folder, tmp_path / "pages", num_new_tokens=2)[2:])
+    assert 130 == result.exit_code
+    assert [2, 2] == [len(each) for each in tokens(json.loads(result.stdout))]
+
+
+def test_a_store_that_takes_too_long_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "flush_page_stores", lambda engine, seconds: False)
+    monkeypatch.setattr(generating, "_MOST_FLUSH_SECONDS", 0.0)
+    result = run(*command(folder, tmp_path / "pages", num_new_tokens=2)[2:])
+    assert (0, True) == (result.exit_code, "page stores took not all pages in 0 seconds" in result.stderr)

@@ -185,8 +185,7 @@ def generate(
                         prompts, params, cache_salt=salts, on_progress=lambda done: show(done) or not ctrl_c.is_set()
                     )
                 interrupted = ctrl_c.is_set()
-            if not interrupted:
-                _flush(engine)
+            interrupted = interrupted or not _flush(engine)
         finally:
             stats = {**engine.stats().to_dict(), "seconds": time.perf_counter() - started}
             if streams:
@@ -203,13 +202,17 @@ def generate(
         click.get_current_context().exit(REFUSED_EXIT_CODE)
 
 
-def _flush(engine: Engine) -> None:
-    """Wait until page stores have what was computed, so that the next command finds it. Ctrl-C ends the wait."""
+def _flush(engine: Engine) -> bool:
+    """Wait until page stores have what was computed, so that the next command finds it; return False after Ctrl-C."""
     deadline = time.monotonic() + _MOST_FLUSH_SECONDS
-    while not engine.flush_page_stores(_FLUSH_SECONDS):
-        if time.monotonic() > deadline:
-            click.echo(f"kvframe: page stores took not all pages in {_MOST_FLUSH_SECONDS:.0f} seconds", err=True)
-            return
+    try:
+        while not engine.flush_page_stores(_FLUSH_SECONDS):
+            if time.monotonic() > deadline:
+                click.echo(f"kvframe: page stores took not all pages in {_MOST_FLUSH_SECONDS:.0f} seconds", err=True)
+                break
+    except KeyboardInterrupt:
+        return False  # what was generated is printed first
+    return True
 
 
 def _processor(use: Use | str) -> tuple[str, Mapping[str, Any]]:
