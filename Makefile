@@ -72,6 +72,10 @@ bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and par
 	$(BIN)/python -m benchmarks.cache.core
 	$(BIN)/python -m benchmarks.cache.growth
 	$(BIN)/python -m benchmarks.engine.soak
+	$(BIN)/python -m benchmarks.engine.soak_stores
+	$(BIN)/python -m benchmarks.engine.tiers
+	$(BIN)/python -m benchmarks.engine.tier_steps
+	$(BIN)/python -m benchmarks.memory.tier_hits
 
 # Versions of vLLM are laid over the environment of `make vllm`.
 ALL_OR_VLLM := $(if $(VERSIONS),$(findstring vllm,$(VERSIONS)),all)

@@ -9,8 +9,20 @@ import pytest
 
 from benchmarks.attention import chosen, cpu, formats, fuzz, metadata
 from benchmarks.cache import core, definition, eviction, growth
-from benchmarks.engine import beside_vllm, drafts, generate, kept_tokens, profile_step, server, skipping, soak
-from benchmarks.memory import plans, traffic
+from benchmarks.engine import (
+    beside_vllm,
+    drafts,
+    generate,
+    kept_tokens,
+    profile_step,
+    server,
+    skipping,
+    soak,
+    soak_stores,
+    tier_steps,
+    tiers,
+)
+from benchmarks.memory import plans, tier_hits, traffic
 from benchmarks.serving import evaluation, hostile
 from tests.benchmarks.calling import RESULTS, page_of, record_of
 
@@ -36,7 +48,11 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "server": server.write_report,
     "skipping": skipping.write_report,
     "soak": soak.write_report,
+    "soak_stores": soak_stores.write_report,
     "step_profile": profile_step.write_report,
+    "tier_hits": tier_hits.write_report,
+    "tier_steps": tier_steps.write_report,
+    "tiers": tiers.write_report,
 }
 
 

@@ -7,6 +7,7 @@ import statistics
 
 import pytest
 
+from benchmarks.memory import tier_hits
 from tests.benchmarks.calling import ROOT, record_of
 
 
@@ -45,6 +46,36 @@ def test_the_readme_says_the_ratios_of_the_cache_core() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     paragraph = text.split("The cache manager alone, in the", 1)[1].split("\n\n", 1)[0]
     assert [f"{ratio:#.3g}" for ratio in ratios] == re.findall(r"\d+\.\d+", paragraph)
+
+
+# --- tiers ------------------------------------------------------------------------------------------------------------
+
+
+def test_traffic_with_faulty_stores_ended_without_a_difference_or_a_leak() -> None:
+    record = record_of("soak_stores")
+    assert record["minutes"] >= 30
+    assert {"full", "windows", "states", "latents", "encoder"} == record["scenarios"].keys()
+    for scenario in record["scenarios"].values():
+        assert ([], [], []) == tuple(scenario[name] for name in ("differences", "mirror_differences", "leaks"))
+        assert min(scenario[name] for name in ("preemptions", "restored_from_store", "store_failures")) > 0
+
+
+def test_a_prefix_that_is_found_elsewhere_costs_less_than_computing_it() -> None:
+    record = record_of("tiers")
+    assert record["repeats"] >= 7
+    for model in record["models"].values():
+        computed = min(model["places"]["computed again"]["cpu_seconds"])
+        assert {"device", "host memory", "disk", "server"} <= model["places"].keys()
+        for name, place in model["places"].items():
+            if name != "computed again":
+                assert {model["num_prompt_tokens"]} == {*place["found_tokens"]}
+                assert max(place["cpu_seconds"]) < computed / 4
+
+
+def test_tiers_never_find_fewer_tokens_than_none() -> None:
+    record = record_of("tier_hits")
+    assert {"multi-turn", "mooncake"} == {row["trace"] for row in record["rows"]}
+    assert not tier_hits.finds_fewer(record)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

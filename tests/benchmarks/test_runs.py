@@ -50,6 +50,19 @@ RUNS: Mapping[tuple[str, str], Smallest] = {
         options="--workload tiny-gemma3n --workload tiny-yoco --repeats 1",
         measured={"workloads/tiny-gemma3n/systems": ("off", "on"), "workloads/tiny-yoco/systems": ("off", "on")},
     ),
+    ("engine.tiers", "tiers"): Smallest(
+        options="--model tiny-full --num-tokens 128 --repeats 1",
+        measured={"models": ("tiny-full",)},
+        forks=False,
+    ),
+    ("engine.tier_steps", "tier_steps"): Smallest(
+        options="--model tiny-full --num-tokens 32 --num-new 4 --repeats 1",
+        measured={"models/tiny-full/tiers": ("none", "host memory", "disk")},
+        forks=False,
+    ),
+    ("memory.tier_hits", "tier_hits"): Smallest(
+        options="--trace multi-turn --layers states --size 1 --workers 1", measured={}, forks=False
+    ),
     ("engine.profile_step", "step_profile"): Smallest(
         options="--workload tiny --steps 3", measured={"workloads/tiny/steps": ("prefill", "decode")}
     ),
