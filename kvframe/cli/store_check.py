@@ -41,7 +41,7 @@ def check_stores(stack: Stack, registry: Registry) -> StoreCheck:
     facts: dict[str, str] = {}
     problems: list[str] = []
     stores: list[PageStore] = []
-    for use in stack.cache.all_stores if stack.cache.prefix_caching else ():
+    for use in stack.page_stores if stack.cache.prefix_caching else ():
         try:
             (store,) = make_page_stores([use], registry)
         except KVFrameError as error:

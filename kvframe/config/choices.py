@@ -91,7 +91,7 @@ def make_policy(use: Use, registry: Registry) -> EvictionPolicy:
 
 
 def make_page_stores(uses: Sequence[Use], registry: Registry) -> list[PageStore]:
-    """Return the page stores of ``[cache]`` (``CacheOptions.all_stores``), in the order in which they are asked.
+    """Return the page stores of ``[cache]`` (``Stack.page_stores``), in the order in which they are asked.
 
     Raises ``StackError`` for one that cannot be made.
     """

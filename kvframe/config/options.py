@@ -150,12 +150,6 @@ class CacheOptions:
         if self.preemption == "swap" and self.host_memory is None:
             raise StackError('needs host_memory if preemption is "swap": bytes of host memory, like "4GiB"')
 
-    @property
-    def all_stores(self) -> tuple[Use, ...]:
-        """The page stores, in the order in which they are asked."""
-        disk = () if self.disk is None else (Use(DISK, self.disk, origin="cache.disk"),)
-        return (*disk, *self.stores)
-
 
 @attrs.frozen(kw_only=True)
 class ModelOptions:

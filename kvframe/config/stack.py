@@ -14,6 +14,7 @@ import attrs
 from kvframe.config.choices import UNREGISTERED, check_options, check_order
 from kvframe.config.options import (
     AUTO,
+    DISK,
     CacheOptions,
     EngineOptions,
     LimitOptions,
@@ -82,6 +83,13 @@ class Stack:
     engine: EngineOptions = attrs.field(factory=EngineOptions)
     rules: tuple[Rule, ...] = ()
     source: str = "stack"
+
+    @property
+    def page_stores(self) -> tuple[Use, ...]:
+        """The page stores, in the order in which they are asked."""
+        disk = self.cache.disk
+        of_disk = () if disk is None else (Use(DISK, disk, origin=f"{self.source}: cache.disk"),)
+        return (*of_disk, *self.cache.stores)
 
     def with_options(
         self,
@@ -240,8 +248,8 @@ class Stack:
         if self.cache.format is not None:
             yield "cache.format", "format", self.cache.format
         yield "cache.eviction", "eviction", self.cache.eviction
-        for use in self.cache.all_stores:
-            yield use.origin.partition(": ")[2] or use.origin, "page_store", use
+        for use in self.page_stores:
+            yield use.origin.removeprefix(f"{self.source}: "), "page_store", use
         if self.model.prefill_skipping is not None:
             yield "model.prefill_skipping", "wrapper", self.model.prefill_skipping
         if self.model.drafts is not None:

@@ -260,7 +260,7 @@ class Setup:
         Raises:
             StackError: A store is unknown, cannot be imported, or does not take its options.
         """
-        return make_page_stores(self.stack.cache.all_stores, self.registry)
+        return make_page_stores(self.stack.page_stores, self.registry)
 
     def make_proposer(self) -> Proposer | None:
         """Return a new instance of the stack's proposer of draft tokens; None if the stack names none.

@@ -59,7 +59,7 @@ def test_a_name_or_a_table_chooses_a_policy() -> None:
 def test_page_stores_are_made_with_their_options() -> None:
     def made(*uses: dict[str, Any]) -> list[PageStore]:
         stack = Stack.from_mapping({"cache": {"stores": [*uses]}}, "my.toml")
-        return make_page_stores(stack.cache.all_stores, load_plugins().registry)
+        return make_page_stores(stack.page_stores, load_plugins().registry)
 
     use = {"name": "valkey", "url": "redis://cache:7000/2"}
     first, second = made({**use, "expiry": 60}, use)

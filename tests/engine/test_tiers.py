@@ -15,7 +15,7 @@ from kvframe_engine.tiers.rate import ReadRate
 from kvframe import BlocksRemoved, BlocksStored, CacheEvent, Engine, PageRecords, Stack, load_plugins
 from kvframe.contract.errors import StackError
 from tests.models.serving import GREEDY, TinyModel, ids
-from tests.support.engines import fetcher_of, held_pages, manager_of, tiers_of, waited_for
+from tests.support.engines import fetcher_of, held_pages, manager_of, scheduler_of, tiers_of, waited_for
 from tests.support.stores import SHELVES, Shelf, shelf_plugin
 
 SYSTEM = ids(3, 37)
@@ -263,6 +263,8 @@ def test_what_is_evicted_while_a_request_waits_is_fetched_again(llama: TinyModel
             tokens(engine, [ids(90, 40)])
         engine.add_request(OTHERS[0], GREEDY)
         name = engine.add_request(ASKED[1], GREEDY)
+        # Otherwise the second request could start before the first one.
+        assert waited_for(lambda: all(map(tiers.Tiers.is_ready, scheduler_of(engine).waiting)))
         outputs = []
         while engine.has_unfinished:
             outputs += engine.step()
@@ -280,12 +282,23 @@ def test_a_store_without_a_secret_needs_a_key(llama: TinyModel, monkeypatch: pyt
     llama.engine(stores=["shelf"], key="7" * 64).close()
 
 
+def test_a_secret_that_cannot_be_used_is_a_mistake_of_the_stack(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(store: Any) -> bytes:
+        raise PermissionError("other users can read the secret")
+
+    monkeypatch.setattr("tests.support.stores.ShelfStore.local_secret", refuse)
+    with pytest.raises(StackError, match=r"^stack: page store 'shelf': other users can read the secret$"):
+        llama.engine(stores=["shelf"])
+
+
 def test_nothing_is_kept_without_prefix_caching(llama: TinyModel, shelf: Shelf) -> None:
     with llama.engine(stores=["shelf"], prefix_caching=False) as engine:
         tokens(engine, ASKED)
         assert engine.flush_page_stores()
     assert ({}, set()) == (shelf.records, shelf.origins)
-    assert Stack().cache.all_stores == ()
+    assert Stack().page_stores == ()
 
 
 @pytest.mark.parametrize("tiers", TIERS)

@@ -11,6 +11,7 @@ from kvframe import Stack
 from kvframe.contract import PageStore
 from kvframe.contract.errors import FileError, StackError, shown
 from kvframe.contract.files import read_bytes
+from kvframe.contract.foreign import safe_reason
 
 SECRET_BYTES = 32
 _MAX_KEY_FILE = 4096
@@ -21,11 +22,16 @@ def choose_secret(stack: Stack, stores: Sequence[PageStore]) -> bytes:
     """Return the secret of a stack's ``[cache] key``; without a key, that of its page stores, or a random one.
 
     Raises:
-        StackError: The key is wrong, or the stack has page stores, and neither a key nor a store with a secret.
+        StackError: The key is wrong; or the stack has page stores and no key, and no store has a secret, or it cannot
+            be used.
     """
     if stack.cache.key is None and stores:
         for store in stores:
-            if (secret := store.local_secret()) is not None:
+            try:
+                secret = store.local_secret()
+            except Exception as error:
+                raise StackError(f"{stack.source}: page store {store.name!r}: {safe_reason(error)}") from error
+            if secret is not None:
                 return secret
         raise StackError(
             f"{stack.source}: page store {stores[0].name!r} keeps no secret, and without one no other engine finds the "

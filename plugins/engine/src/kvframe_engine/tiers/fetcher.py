@@ -16,7 +16,7 @@ from kvframe_engine.tiers.sealed_store import SealedStore
 MAX_FETCHED_BYTES = 1 << 30
 """Bytes of pages that were fetched and wait for their requests to be admitted; further requests wait for them."""
 
-LEAST_WAIT = 0.25
+LEAST_WAIT = 1.0
 """Seconds that a request waits for its pages at least, before it is computed without them."""
 
 _BYTES_AT_ONCE = 16 << 20
