@@ -26,6 +26,7 @@ from .cache.stats import FoundPrefix as FoundPrefix
 from .cache.stats import GroupLookups as GroupLookups
 from .cache.stats import KVCacheStats as KVCacheStats
 from .cache.stored_prefix import PrefixBlocks as PrefixBlocks
+from .config.choices import make_page_stores as make_page_stores
 from .config.hub import find_model as find_model
 from .config.options import Use as Use
 from .config.stack import Stack as Stack
@@ -41,7 +42,13 @@ from .hosting.hosted_model import HostedModel as HostedModel
 from .hosting.hosted_model import LiveBlocks as LiveBlocks
 from .hosting.models import load_model as load_model
 from .hosting.page_records import PageRecords as PageRecords
+from .hosting.page_secret import choose_secret as choose_secret
+from .hosting.page_writer import PageWriter as PageWriter
+from .hosting.read_rate import ReadRate as ReadRate
+from .hosting.sealed_store import SealedStore as SealedStore
+from .hosting.sealed_store import StoreCounts as StoreCounts
 from .hosting.setup import Setup as Setup
+from .hosting.weights import digest_weights as digest_weights
 from .loading.plugins import load_plugins as load_plugins
 from .loading.registry import Registry as Registry
 from .planning.groups import Grouping as Grouping

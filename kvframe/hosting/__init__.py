@@ -1,6 +1,8 @@
 """What a host needs. A host serves models through kvframe's layers: kvframe's own engine is one, vLLM is another.
 
 ``setup`` says what a stack does with a model, and makes its layers over a pool of pages. ``models``
-loads, ``drafts`` says what drafts for a model, ``hosted_model`` serves on the pages of another engine. A host imports
-these from ``kvframe``, whose names are its whole world beside the contract.
+loads, ``drafts`` says what drafts for a model, ``hosted_model`` serves on the pages of another engine.
+``page_records`` and ``page_secret`` make keys and seals of pages, ``sealed_store``, ``read_rate`` and ``page_writer`` use
+with them, ``weights`` tells models apart. A host imports these from ``kvframe``, whose names are its whole world beside
+the contract.
 """

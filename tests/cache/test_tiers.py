@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvframe_engine.tiers import writer
 from kvframe_engine.tiers.tiers import Tiers
 
 from kvframe.attention.storage import HostStorage
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import ENCODER, KVCacheSpec
+from kvframe.hosting import page_writer
 from kvframe.planning.plan import KVCachePlan
 from tests.cache.plans import encoder, full, make_plan, ranged
 from tests.cache.test_manager import SPECS
@@ -127,13 +127,13 @@ def test_what_a_request_continues_from_has_the_bytes_of_its_tokens(
     flushes = queued_bytes == 1 << 28
     devices = [Device(plan, host_slabs, stores=stores, flushes=flushes) for _ in range(2)]
     try:
-        writer.MAX_QUEUED_BYTES = queued_bytes
+        page_writer.MAX_QUEUED_BYTES = queued_bytes
         for index, (branch, length, sort_of_input, chunks) in enumerate(requests):
             tokens = [token if token < branch_at else token + 1000 * branch for token in range(length)]
             encoded = InputSequence(9, b"%d" % sort_of_input) if with_input else None
             devices[index % 2].serve(str(index), tokens, encoded, chunks)
     finally:
-        writer.MAX_QUEUED_BYTES = 256 << 20
+        page_writer.MAX_QUEUED_BYTES = 256 << 20
         for device in devices:
             device.tiers.close()
 

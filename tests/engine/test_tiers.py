@@ -9,11 +9,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from kvframe_engine.tiers import sealed_store, tiers, writer
-from kvframe_engine.tiers.rate import ReadRate
+from kvframe_engine.tiers import tiers
 
-from kvframe import BlocksRemoved, BlocksStored, CacheEvent, Engine, PageRecords, Stack, load_plugins
+from kvframe import BlocksRemoved, BlocksStored, CacheEvent, Engine, PageRecords, ReadRate, Stack, load_plugins
 from kvframe.contract.errors import StackError
+from kvframe.hosting import page_writer, sealed_store
 from tests.models.serving import GREEDY, TinyModel, ids
 from tests.support.engines import fetcher_of, held_pages, manager_of, scheduler_of, tiers_of, waited_for
 from tests.support.stores import SHELVES, Shelf, shelf_plugin
@@ -225,7 +225,7 @@ def test_what_a_store_lost_is_given_to_it_again(llama: TinyModel, shelf: Shelf) 
 def test_pages_that_no_store_takes_in_time_stay_on_the_device(
     llama: TinyModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "MAX_QUEUED_BYTES", 0)
+    monkeypatch.setattr(page_writer, "MAX_QUEUED_BYTES", 0)
     asked = expected(llama, ASKED)
     with llama.engine(block_size=4, stores=["shelf"], max_num_seqs=1) as engine:
         assert asked == tokens(engine, ASKED)

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvframe_engine.tiers import sealed_store, tiers
+from kvframe_engine.tiers import tiers
 
+from kvframe.hosting import sealed_store
 from tests.engine.soak.faulty_store import SHELVES, FaultyShelf
 from tests.engine.soak.run import Soak
 from tests.engine.soak.scenarios import Served

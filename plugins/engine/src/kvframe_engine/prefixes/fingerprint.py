@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 
-import torch
-
-from kvframe import KVCachePlan, Setup
+from kvframe import KVCachePlan, Setup, digest_weights
 from kvframe.contract.errors import ModelError
 from kvframe.contract.model import LoadedModel
-
-_PART_WORDS = 1 << 21
-# The constants of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
-_STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def fingerprint_of(model: LoadedModel, draft: LoadedModel | None = None) -> dict[str, str]:
@@ -36,7 +29,7 @@ def fingerprint_of(model: LoadedModel, draft: LoadedModel | None = None) -> dict
             "so its prefixes can neither be saved nor loaded"
         )
     config = hashlib.blake2b(identity.config.encode(), digest_size=32).hexdigest()
-    return {"config": config, "weights": _digest(identity.weights)}
+    return {"config": config, "weights": digest_weights(identity.weights)}
 
 
 def layout_of(plan: KVCachePlan, setup: Setup) -> str:
@@ -52,37 +45,3 @@ def layout_of(plan: KVCachePlan, setup: Setup) -> str:
     ]
     layout = json.dumps([stored, dict(setup.grouping.follows)], sort_keys=True, default=str)
     return hashlib.blake2b(layout.encode(), digest_size=32).hexdigest()
-
-
-def _digest(weights: Mapping[str, torch.Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=32)
-    sums = {name: torch.stack(_sums(tensor)) for name, tensor in sorted(weights.items())}
-    for name, values in sums.items():
-        tensor = weights[name]
-        what = f"{tensor.dtype} {tuple(tensor.shape)}"
-        for part in (name.encode(), what.encode(), values.cpu().numpy().tobytes()):
-            digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
-
-
-def _sums(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return one number per part of a tensor, which depends on all bits of the part; computed on its device."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    words = data[:whole].view(torch.int64) if data.storage_offset() % 8 == 0 else data[:whole].clone().view(torch.int64)
-    parts = list(words.split(_PART_WORDS))
-    rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
-    rest[: data.numel() - whole] = data[whole:]
-    return [_sum(part) for part in (*parts, rest.view(torch.int64))]
-
-
-def _sum(words: torch.Tensor) -> torch.Tensor:
-    """Return the sum, modulo 2 ** 64, of SplitMix64 of each word and its index."""
-    mixed = torch.arange(len(words), device=words.device).mul_(_signed(_STEP)).add_(words)
-    for shift, factor in zip((30, 27), _FACTORS, strict=True):
-        mixed.bitwise_xor_(mixed >> shift).mul_(_signed(factor))
-    return mixed.bitwise_xor_(mixed >> 31).sum()
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64)

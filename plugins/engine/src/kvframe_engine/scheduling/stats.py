@@ -7,8 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvframe import GroupLookups, KVCacheStats
-from kvframe_engine.tiers.sealed_store import StoreCounts
+from kvframe import GroupLookups, KVCacheStats, StoreCounts
 
 
 @attrs.define

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvframe import PageRecords
+from kvframe import PageRecords, SealedStore
 from kvframe_engine.requests.fetch import Fetch
-from kvframe_engine.tiers.sealed_store import SealedStore
 
 MAX_FETCHED_BYTES = 1 << 30
 """Bytes of pages that were fetched and wait for their requests to be admitted; further requests wait for them."""

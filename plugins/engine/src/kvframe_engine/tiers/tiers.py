@@ -18,7 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvframe import HostStorage, KVCacheManager, KVCacheStorage, PageRecords, PrefixBlocks
+from kvframe import (
+    HostStorage,
+    KVCacheManager,
+    KVCacheStorage,
+    PageRecords,
+    PageWriter,
+    PrefixBlocks,
+    ReadRate,
+    SealedStore,
+    StoreCounts,
+)
 from kvframe.contract import PageStore
 from kvframe.contract.foreign import safe_text
 from kvframe_engine.pool_pages import PoolPages
@@ -26,9 +36,6 @@ from kvframe_engine.requests.fetch import Fetch
 from kvframe_engine.requests.progress import RequestProgress
 from kvframe_engine.tiers.fetcher import LEAST_WAIT, PrefixFetcher
 from kvframe_engine.tiers.move import HOST, Move
-from kvframe_engine.tiers.rate import ReadRate
-from kvframe_engine.tiers.sealed_store import SealedStore, StoreCounts
-from kvframe_engine.tiers.writer import Batch, PageWriter
 
 _log = logging.getLogger("kvframe")
 MAX_KNOWN = 1 << 20
@@ -344,7 +351,7 @@ class Tiers:
                     is_copied = torch.cuda.Event()
                     is_copied.record()
                 keys = [self._fresh.pop(block_id)[1] for block_id in some]
-                self._writer.put(Batch(self._records, group, keys, pages, is_copied))
+                self._writer.put(self._records, group, keys, pages, is_copied)
                 self._known.update(dict.fromkeys((group, key) for key in keys))
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]

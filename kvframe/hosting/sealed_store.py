@@ -1,4 +1,4 @@
-"""A page store as one thread of an engine uses it: pages are sealed, failures are misses, and a failing store rests."""
+"""A page store as one thread of a host uses it: pages are sealed, failures are misses, and a failing store rests."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from time import monotonic
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
-from kvframe import PageRecords
-from kvframe.contract import OpenPageStore, PageStore
 from kvframe.contract.foreign import safe_text
-from kvframe_engine.requests.fetch import Page
-from kvframe_engine.tiers.rate import ReadRate
+from kvframe.contract.page_store import OpenPageStore, PageStore
+from kvframe.hosting.page_records import SEAL_BYTES, PageRecords
+from kvframe.hosting.read_rate import ReadRate
 
 _log = logging.getLogger("kvframe")
-SEAL_BYTES = 32
+Page = npt.NDArray[np.uint8]
+"""The bytes of a page: ``[page_bytes], uint8, CPU``."""
+
 FIRST_REST, LONGEST_REST = 0.5, 30.0
 """Seconds that a store rests after a failure; doubled after each further one."""
 
 
 @attrs.define
 class StoreCounts:
-    """What an engine counts of one store.
+    """What a host counts of one store.
 
     Attributes:
         pages_found: Pages that were read.

@@ -9,25 +9,15 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from kvframe import PageRecords
-from kvframe_engine.tiers.sealed_store import SealedStore
+from kvframe.hosting.page_records import PageRecords
+from kvframe.hosting.sealed_store import SealedStore
 
 MAX_QUEUED_BYTES = 256 << 20
 """Bytes of pages that wait for the stores, as long as an engine computes."""
 
 
 @attrs.frozen(eq=False)
-class Batch:
-    """Pages of one group.
-
-    Attributes:
-        records: Makes their keys and seals.
-        group: The group.
-        page_keys: Their keys in the cache.
-        pages: ``[n, page_bytes], uint8``, on the CPU.
-        is_copied: The event after which the pages are complete; None if they are.
-    """
-
+class _Batch:
     records: PageRecords
     group: int
     page_keys: Sequence[bytes]
@@ -41,7 +31,7 @@ class PageWriter:
     def __init__(self, stores: Sequence[SealedStore]) -> None:
         """Start the thread; the stores are used by nothing else."""
         self._stores = stores
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_idle = threading.Condition(self._lock)
         self._num_bytes = 0
@@ -53,11 +43,26 @@ class PageWriter:
         """The bytes of further pages that should be queued."""
         return max(0, MAX_QUEUED_BYTES - self._num_bytes)
 
-    def put(self, batch: Batch) -> None:
-        """Queue pages."""
+    def put(
+        self,
+        records: PageRecords,
+        group: int,
+        page_keys: Sequence[bytes],
+        pages: torch.Tensor,
+        is_copied: torch.cuda.Event | None = None,
+    ) -> None:
+        """Queue pages of one group.
+
+        Args:
+            records: Makes their keys and seals.
+            group: The group.
+            page_keys: Their keys in the cache.
+            pages: ``[n, page_bytes], uint8``, CPU.
+            is_copied: The event after which the pages are complete; None if they are.
+        """
         with self._lock:
-            self._num_bytes += batch.pages.nbytes
-        self._batches.put(batch)
+            self._num_bytes += pages.nbytes
+        self._batches.put(_Batch(records, group, page_keys, pages, is_copied))
 
     def drop(self, num_pages: int) -> None:
         """Count pages that the stores do not get."""
@@ -85,7 +90,7 @@ class PageWriter:
         for store in self._stores:
             store.close()
 
-    def _write(self, batch: Batch) -> None:
+    def _write(self, batch: _Batch) -> None:
         if batch.is_copied is not None:
             batch.is_copied.synchronize()
         keys = [batch.records.key_of(batch.group, key) for key in batch.page_keys]

@@ -7,11 +7,11 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvframe import Stack
-from kvframe.contract import PageStore
+from kvframe.config.stack import Stack
 from kvframe.contract.errors import FileError, StackError, shown
 from kvframe.contract.files import read_bytes
 from kvframe.contract.foreign import safe_reason
+from kvframe.contract.page_store import PageStore
 
 SECRET_BYTES = 32
 _MAX_KEY_FILE = 4096
