@@ -135,6 +135,31 @@ def test_a_type_that_keeps_no_block_before_a_chunk_hits_at_its_start_without_any
     assert (36, [None] * 9) == (length, rows[0])
 
 
+@pytest.mark.parametrize("name", [*SPECS, "fading"])
+@pytest.mark.parametrize(("num_local", "num_tokens"), [(0, 64), (24, 64), (60, 64)])
+def test_of_tokens_that_a_connector_loads_only_live_blocks_are_held(name: str, num_local: int, num_tokens: int) -> None:
+    """vLLM makes every block findable that is not null, whether it was loaded or not."""
+    spec = spec_of(name)
+    manager = make_manager(spec)
+    num_free = manager.block_pool.get_num_free_blocks()
+    # What vLLM has by itself: the blocks that are live at its own hit.
+    lives = {block for span in spec.live_blocks(num_local) for block in range(*span)}
+    local = [manager.block_pool.get_new_blocks(1)[0] if block in lives else None for block in range(num_local // 4)]
+    row = [manager.block_pool.null_block if block is None else block for block in local]
+    manager.block_pool.free_blocks([block for block in local if block is not None])
+
+    manager.add_local_computed_blocks("r", row, num_local, num_tokens - num_local)
+    manager.allocate_external_computed_blocks("r", num_local, num_tokens - num_local)
+    live = {block for span in spec.live_blocks(num_tokens) for block in range(*span)}
+    held = manager.req_to_blocks["r"]
+    assert num_tokens // 4 == len(held)
+    assert {block for block in live if block >= num_local // 4} == {
+        index for index in range(num_local // 4, num_tokens // 4) if not held[index].is_null
+    }
+    manager.free("r")
+    assert num_free == manager.block_pool.get_num_free_blocks()
+
+
 def test_drafting_heads_are_refused() -> None:
     from kvframe_vllm.adapter.cache import LiveBlockManager
 

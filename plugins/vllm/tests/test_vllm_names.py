@@ -25,6 +25,7 @@ SOURCES = sorted(Path(kvframe_vllm.names.__file__).parent.rglob("*.py"))
 CALLERS = {
     "vllm.config:CacheConfig",
     "vllm.config:CompilationConfig",
+    "vllm.config:KVTransferConfig",
     "vllm.config:ModelConfig",
     "vllm.config:ParallelConfig",
     "vllm.config:VllmConfig",
@@ -35,6 +36,10 @@ CALLERS = {
     "vllm.v1.attention.backend:CommonAttentionMetadata",
     "vllm.v1.attention.selector:AttentionSelectorConfig",
     "vllm.v1.core.block_pool:BlockPool",
+    "vllm.v1.core.sched.output:KVConnectorBlockState",
+    "vllm.v1.kv_cache_interface:KVCacheConfig",
+    "vllm.v1.outputs:KVConnectorOutput",
+    "vllm.v1.request:Request",
 }
 """What is not imported, and whose calls or fields this package answers."""
 
@@ -81,7 +86,8 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_all_that_is_imported_of_vllm_is_in_the_list_of_names() -> None:
     found = {name for path in SOURCES for name in imported(path)}
-    listed = (name.partition(":") for name in kvframe_vllm.names.NAMES)
+    names = (*kvframe_vllm.names.NAMES, *kvframe_vllm.names.CONNECTOR_NAMES)
+    listed = (name.partition(":") for name in names)
     roots = {":".join((module, name.split(".")[0])) for module, _, name in listed}
     assert roots - CALLERS == {"vllm:__version__", *found}
 
@@ -144,6 +150,25 @@ def test_a_version_that_cannot_be_served_is_refused_with_the_tested_versions(
     use_of(monkeypatch, version, names)
     with pytest.raises(KVFrameError, match=rf"{message}; install a tested version, 0\.29 to 0\.33, or unset"):
         kvframe_vllm.names.check_vllm()
+
+
+@pytest.mark.parametrize(
+    ("names", "classes", "message"),
+    [
+        (("ast:no_such",), (), r"vLLM 0\.30\.1 lacks ast:no_such, so page stores cannot be used; install vLLM 0\.32"),
+        ((), ("made:Own",), r"vLLM 0\.30\.1 asks for Asking\.count\(\), so page stores cannot be used"),
+    ],
+)
+def test_page_stores_are_refused_by_a_version_whose_connectors_differ(
+    names: tuple[str, ...], classes: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_of(monkeypatch, "0.30.1")
+    monkeypatch.setitem(sys.modules, "made", types.SimpleNamespace(Own=subclass(Asking)))
+    monkeypatch.setattr(kvframe_vllm.names, "CONNECTOR_NAMES", names)
+    monkeypatch.setattr(kvframe_vllm.names, "CONNECTOR_CLASSES", classes)
+    kvframe_vllm.names.check_vllm()
+    with pytest.raises(KVFrameError, match=message):
+        kvframe_vllm.names.check_connector()
 
 
 def test_the_readme_and_the_metadata_name_the_tested_versions() -> None:

@@ -6,7 +6,7 @@ import logging
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from inspect import Parameter, signature
 from typing import Any
 
@@ -75,6 +75,47 @@ NAMES = (
 )
 """``module:attribute`` of classes, functions, methods and fields that are called, read, replaced or imitated."""
 
+CONNECTOR_NAMES = (
+    "vllm.config:CacheConfig.enable_prefix_caching",
+    "vllm.config:CacheConfig.prefix_caching_hash_algo",
+    "vllm.config:KVTransferConfig.is_kv_consumer",
+    "vllm.config:KVTransferConfig.is_kv_producer",
+    "vllm.config:KVTransferConfig.kv_connector_extra_config",
+    "vllm.config:KVTransferConfig.kv_load_failure_policy",
+    "vllm.config:ModelConfig.hf_config",
+    "vllm.distributed:get_pp_group",
+    "vllm.distributed:get_tp_group",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.bind_gpu_block_pool",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.build_connector_meta",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_handshake_metadata",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_num_new_matched_tokens",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_transfer_results",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.on_new_request",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.register_kv_caches",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.requires_kv_delivery",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.reset_cache",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.shutdown",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.start_load_kv",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.update_connector_output",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.update_state_after_alloc",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.wait_for_save",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorHandshakeMetadata",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorMetadata",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole.SCHEDULER",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorTransferResults.failed_recving",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorTransferResults.finished_recving",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA.request_finished_all_groups",
+    "vllm.model_executor.model_loader:base_loader.process_weights_after_loading",
+    "vllm.v1.core.sched.output:KVConnectorBlockState.get_block_ids",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.allocate_external_computed_blocks",
+    "vllm.v1.kv_cache_interface:KVCacheConfig.kv_cache_groups",
+    "vllm.v1.kv_cache_interface:KVCacheConfig.num_blocks",
+    "vllm.v1.outputs:KVConnectorOutput.failed_recving",
+    "vllm.v1.request:Request.num_tokens",
+)
+"""Likewise, of what only the connector uses."""
+
 SUBCLASSES = (
     "kvframe_vllm.adapter.backend:HostedBackend",
     "kvframe_vllm.adapter.backend:HostedLatentBackend",
@@ -85,6 +126,12 @@ SUBCLASSES = (
     "kvframe_vllm.adapter.cache:LiveBlockManager",
 )
 """The classes of this package that vLLM makes or calls by its own interfaces."""
+
+CONNECTOR_CLASSES = ("kvframe_vllm.connector:KVFrameConnector",)
+"""Likewise, of the connector."""
+
+CONNECTOR_TESTED = "0.32"
+"""The minor version of vLLM with which the connector was tested."""
 
 
 def check_vllm() -> None:
@@ -118,14 +165,33 @@ def check_vllm() -> None:
         )
 
 
-def missing_names() -> list[str]:
-    """Return the names that the installed vLLM does not have."""
-    return [name for name in NAMES if not _exists(name)]
+def check_connector() -> None:
+    """Check the installed vLLM before page stores are used.
+
+    Raises:
+        KVFrameError: It lacks a name, or asks for a method or an argument that the connector does not have.
+    """
+    lacks, asks = missing_names(CONNECTOR_NAMES), unmet_demands(CONNECTOR_CLASSES)
+    if lacks or asks:
+        found = f"lacks {', '.join(lacks)}" if lacks else f"asks for {', '.join(asks)}"
+        raise KVFrameError(
+            f"vLLM {installed()} {found}, so page stores cannot be used; install vLLM {CONNECTOR_TESTED}, or start "
+            "without --kv-transfer-config"
+        )
 
 
-def unmet_demands() -> list[str]:
-    """Return the abstract methods, and the arguments of methods, that vLLM's classes have and ``SUBCLASSES`` do not."""
-    return sorted({demand for name in SUBCLASSES for demand in _demands_on(pkgutil.resolve_name(name))})
+def missing_names(names: Iterable[str] | None = None) -> list[str]:
+    """Return the names that the installed vLLM does not have; of ``NAMES``, if none are given."""
+    return [name for name in (NAMES if names is None else names) if not _exists(name)]
+
+
+def unmet_demands(subclasses: Iterable[str] | None = None) -> list[str]:
+    """Return the abstract methods, and the arguments of methods, that vLLM's classes have and subclasses do not.
+
+    The subclasses are ``SUBCLASSES``, if none are given.
+    """
+    names = SUBCLASSES if subclasses is None else subclasses
+    return sorted({demand for name in names for demand in _demands_on(pkgutil.resolve_name(name))})
 
 
 def is_untested() -> bool:

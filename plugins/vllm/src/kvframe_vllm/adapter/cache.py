@@ -114,6 +114,25 @@ class LiveBlockManager(SingleTypeKVCacheManager):
         ranges = self.kv_cache_spec.inner.live_ranges(num_computed_tokens)
         return ranges[0][0] if ranges else num_computed_tokens
 
+    def allocate_external_computed_blocks(
+        self, request_id: str, num_local_computed_tokens: int, num_external_computed_tokens: int, **options: Any
+    ) -> None:
+        """Allocate blocks for tokens that a KV connector loads.
+
+        A connector loads the live blocks only. vLLM makes all blocks findable that are not null, so dead blocks with
+        nothing in them become null here.
+        """
+        super().allocate_external_computed_blocks(
+            request_id, num_local_computed_tokens, num_external_computed_tokens, **options
+        )
+        num_tokens, blocks = num_local_computed_tokens + num_external_computed_tokens, self.req_to_blocks[request_id]
+        num_local, num_full = (num // self.block_size for num in (num_local_computed_tokens, num_tokens))
+        live = {*self.kv_cache_spec.live_blocks.at(num_tokens)}
+        dead = [block for block in range(num_full - 1, num_local - 1, -1) if block not in live]
+        self.block_pool.free_blocks([blocks[block] for block in dead if not blocks[block].is_null])
+        for block in dead:
+            blocks[block] = self._null_block
+
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
         """Return 0. vLLM before 0.32 asks it for cascade attention, which this backend does not compute."""
         return 0

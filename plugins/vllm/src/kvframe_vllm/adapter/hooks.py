@@ -13,6 +13,8 @@ from kvframe.contract import BackendError
 from kvframe_vllm.adapter.backend import HostedBackend, HostedLatentBackend
 from kvframe_vllm.adapter.cache import HostedSpec, LiveBlockManager
 from kvframe_vllm.adapter.layers import describe_layers
+from kvframe_vllm.adapter.weights import note_weights
+from kvframe_vllm.transfer.setup import check_stores_are_used
 
 
 def install(stack: Stack, registry: Registry) -> None:
@@ -21,6 +23,7 @@ def install(stack: Stack, registry: Registry) -> None:
 
     def get_kv_cache_spec(worker: Any) -> dict[str, Any]:
         config, reported = worker.vllm_config, report(worker)
+        check_stores_are_used(stack, config)
         layers = describe_layers(config, reported, stack, registry).layers
         specs = {name: HostedSpec.over(spec, layers[name].spec, config) for name, spec in reported.items()}
         # vLLM 0.29 ignores the user's block size for windows: it takes the smallest one that a backend supports.
@@ -32,6 +35,8 @@ def install(stack: Stack, registry: Registry) -> None:
     # The registry fills itself at its first call, but only if it is empty: so this call comes before the registration.
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})
     KVCacheSpecRegistry.register(HostedSpec, LiveBlockManager)
+    if stack.cache.all_stores:
+        note_weights()
 
 
 def select_backend(cls: type, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
