@@ -35,7 +35,7 @@ def install(stack: Stack, registry: Registry) -> None:
     # The registry fills itself at its first call, but only if it is empty: so this call comes before the registration.
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})
     KVCacheSpecRegistry.register(HostedSpec, LiveBlockManager)
-    if stack.cache.all_stores:
+    if stack.page_stores:
         note_weights()
 
 

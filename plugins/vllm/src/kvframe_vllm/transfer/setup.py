@@ -54,7 +54,7 @@ def make_transfer(vllm_config: Any, kv_cache_config: Any) -> Transfer:
             f"KVFrameConnector takes no kv_connector_extra_config, and has {', '.join(sorted(given))}; its page stores "
             f"are those of [cache] in {stack.source}"
         )
-    stores = make_page_stores(stack.cache.all_stores, registry)
+    stores = make_page_stores(stack.page_stores, registry)
     if not stores:
         raise StackError(f"{stack.source}: KVFrameConnector needs a page store; set disk or stores in [cache]")
     cache = vllm_config.cache_config
@@ -75,7 +75,7 @@ def make_transfer(vllm_config: Any, kv_cache_config: Any) -> Transfer:
 
 def check_stores_are_used(stack: Stack, vllm_config: Any) -> None:
     """Raise if the stack names page stores and vLLM was started without a connector."""
-    if stack.cache.all_stores and vllm_config.kv_transfer_config is None:
+    if stack.page_stores and vllm_config.kv_transfer_config is None:
         raise StackError(
             f"{stack.source}: [cache] names page stores, which vLLM uses through a connector; start it with {FLAG}, or "
             "remove disk and stores"
