@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -60,9 +60,10 @@ def fetcher_of(engine: Any) -> PrefixFetcher:
 
 def waited_for(is_so: Callable[[], bool], seconds: float = 10.0) -> bool:
     """Return whether something is so, at the latest after some seconds."""
-    until = time.monotonic() + seconds
-    while not is_so() and time.monotonic() < until:
-        time.sleep(0.005)
+    for _ in range(round(seconds / 0.005)):
+        if is_so():
+            return True
+        threading.Event().wait(0.005)
     return is_so()
 
 

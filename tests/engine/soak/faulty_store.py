@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -174,7 +173,7 @@ class OpenFaultyStore(OpenPageStore):
         if fault is not None and fault in _EXCEPTIONS:
             raise _EXCEPTIONS[fault](fault)
         if fault == "store is slow":
-            time.sleep(self._shelf.seconds())
+            threading.Event().wait(self._shelf.seconds())
         elif fault == "store loses":
             self._shelf.lose()
         return fault
