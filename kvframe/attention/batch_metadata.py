@@ -83,7 +83,7 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
     """
     is_host = device.type == "cpu"
 
-    def there(tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if is_host else tensor.to(device, non_blocking=True)
 
     num_reqs = len(batch.rows)
@@ -95,46 +95,46 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
     generating = batch.generating_indices if len(batch.generating_indices) else np.array([num_tokens - 1])
     query_start_loc_cpu, seq_lens_cpu = torch.from_numpy(query_start_loc), torch.from_numpy(seq_lens)
     generating_cpu = torch.from_numpy(generating)
-    shared: dict[str, Any] = {
-        "query_start_loc": there(query_start_loc_cpu),
+    shared_fields: dict[str, Any] = {
+        "query_start_loc": to_device(query_start_loc_cpu),
         "query_start_loc_cpu": query_start_loc_cpu,
         "num_reqs": num_reqs,
         "num_actual_tokens": num_tokens,
         "max_query_len": batch.max_query_len,
         "num_generating": len(batch.generating_indices),
-        "generating_indices": there(generating_cpu),
+        "generating_indices": to_device(generating_cpu),
         "generating_indices_cpu": generating_cpu,
     }
     extensions = batch.extensions
     if batch.range_ends is not None:
         ends_cpu = torch.from_numpy(batch.range_ends.astype(np.int32))
-        extensions = {**extensions, RANGE_ENDS: Extension(there(ends_cpu), Axis.TOKEN, ends_cpu)}
+        extensions = {**extensions, RANGE_ENDS: Extension(to_device(ends_cpu), Axis.TOKEN, ends_cpu)}
     # What the queries see of each sequence.
-    seen: dict[str, dict[str, Any]] = {
+    fields_of: dict[str, dict[str, Any]] = {
         TOKENS: {
-            "seq_lens": there(seq_lens_cpu),
+            "seq_lens": to_device(seq_lens_cpu),
             "seq_lens_cpu": seq_lens_cpu,
             "max_seq_len": int(seq_lens.max()),
             "causal": True,
         }
     }
-    found: dict[int, CommonAttentionMetadata] = {}
+    metadata_of: dict[int, CommonAttentionMetadata] = {}
     for stack in tables.stacks:
         size, sequence = stack.block_size, stack.sequence
-        if sequence not in seen:
-            seen[sequence] = _seen_of_input(batch, sequence, there)
+        if sequence not in fields_of:
+            fields_of[sequence] = _seen_of_input(batch, sequence, to_device)
         # At least one column, so that no backend is given an empty table.
-        width = max(1, -(-seen[sequence]["max_seq_len"] // size))
-        block_tables = there(torch.from_numpy(stack.ids[:, batch.rows, :width])).unbind()
+        width = max(1, -(-fields_of[sequence]["max_seq_len"] // size))
+        block_tables = to_device(torch.from_numpy(stack.ids[:, batch.rows, :width])).unbind()
         slots: Sequence[torch.Tensor]
         if sequence == TOKENS:
-            slots = there(torch.from_numpy(_slots(stack, batch.rows, *batch.token_positions))).unbind()
+            slots = to_device(torch.from_numpy(_slots(stack, batch.rows, *batch.token_positions))).unbind()
         else:
             slots = [torch.zeros(num_tokens, dtype=torch.int64, device=device)] * len(stack.groups)
         for group, block_table, slot_mapping in zip(stack.groups, block_tables, slots, strict=True):
-            found[group] = CommonAttentionMetadata(
-                **shared,
-                **seen[sequence],
+            metadata_of[group] = CommonAttentionMetadata(
+                **shared_fields,
+                **fields_of[sequence],
                 block_table=block_table,
                 slot_mapping=slot_mapping,
                 block_size=size,
@@ -143,17 +143,19 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
             )
     for group, first_tokens in tables.first_tokens.items():
         first_cpu = torch.from_numpy(first_tokens[batch.rows].astype(np.int32))
-        hidden = {**extensions, SEQ_STARTS: Extension(there(first_cpu), Axis.REQUEST, first_cpu)}
-        found[group] = attrs.evolve(found[group], extensions=hidden)
-    return tuple(found[group] for group in sorted(found))
+        hidden = {**extensions, SEQ_STARTS: Extension(to_device(first_cpu), Axis.REQUEST, first_cpu)}
+        metadata_of[group] = attrs.evolve(metadata_of[group], extensions=hidden)
+    return tuple(metadata_of[group] for group in sorted(metadata_of))
 
 
-def _seen_of_input(batch: StepBatch, sequence: str, there: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+def _seen_of_input(
+    batch: StepBatch, sequence: str, to_device: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
     """Return the metadata fields that say what queries see of an input sequence: all of it, in no order."""
     lens = batch.input_lens.get(sequence, np.zeros(len(batch.rows))).astype(np.int32)
     lens_cpu = torch.from_numpy(lens)
     return {
-        "seq_lens": there(lens_cpu),
+        "seq_lens": to_device(lens_cpu),
         "seq_lens_cpu": lens_cpu,
         "max_seq_len": int(lens.max()),
         "causal": False,
@@ -177,18 +179,18 @@ def input_slots(batch: StepBatch, tables: BlockTables, device: torch.device) -> 
     Returns:
         The slots; no entry for a group that stores nothing.
     """
-    found: dict[int, torch.Tensor] = {}
+    slots_of: dict[int, torch.Tensor] = {}
     for stack in tables.stacks:
         is_new = batch.stores_input.get(stack.sequence)
         if is_new is None or not is_new.any():
             continue
         lens = np.where(is_new, batch.input_lens[stack.sequence], 0)
-        of_request = np.repeat(np.arange(len(lens)), lens)
+        request_indices = np.repeat(np.arange(len(lens)), lens)
         starts = np.cumsum(lens) - lens
-        positions = np.arange(len(of_request)) - starts[of_request]
-        slots = _slots(stack, batch.rows, of_request, positions)
-        found.update(zip(stack.groups, torch.from_numpy(slots).to(device, non_blocking=True).unbind(), strict=True))
-    return found
+        positions = np.arange(len(request_indices)) - starts[request_indices]
+        slots = _slots(stack, batch.rows, request_indices, positions)
+        slots_of.update(zip(stack.groups, torch.from_numpy(slots).to(device, non_blocking=True).unbind(), strict=True))
+    return slots_of
 
 
 def split_mapping(mapping: torch.Tensor, block_size: int) -> Slots:

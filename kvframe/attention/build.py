@@ -56,14 +56,14 @@ class PreparedStep:
 
     Attributes:
         builds: What builders have made on the host, or will make on the device.
-        of_groups: For each attention group, the index of its build.
+        build_indices: For each attention group, the index of its build.
         slots: For each cache group that stores something, where it stores what the step computes.
         states: What the state layers compute; empty if there are none.
         kept_rows: ``[num_kept], int64``: the rows of the packed batch that the skipped layers compute; None for all.
     """
 
     builds: list[Build]
-    of_groups: tuple[int, ...]
+    build_indices: tuple[int, ...]
     slots: Mapping[int, Slots] = MappingProxyType({})
     states: Sequence[StateStep] = ()
     kept_rows: torch.Tensor | None = None
@@ -108,7 +108,7 @@ class _Reader:
 
     Attributes:
         group: The group.
-        place: The index of its wrapped metadata in the step's list of metadata.
+        metadata_index: The index of its wrapped metadata in the step's list of metadata.
         reuse: The number of its builder: equal for groups that can read the same built metadata.
         chain: The number of its chain and sequence: equal for groups, of any cache group, that apply equal wrappers to
             metadata of one sequence.
@@ -116,7 +116,7 @@ class _Reader:
     """
 
     group: AttentionGroup
-    place: int
+    metadata_index: int
     reuse: int
     chain: int
     not_causal: Refusal | None
@@ -182,23 +182,23 @@ class MetadataPlan:
         self._readers: list[_Reader] = []
         self._builders: dict[int, _Builder] = {}
         self._audited = audited
-        places: dict[tuple[int, tuple[Identity, ...]], int] = {}
+        index_of: dict[tuple[int, tuple[Identity, ...]], int] = {}
         layers_after: dict[int, list[str]] = {}
         numbers: dict[Hashable, int] = {}
         for group in groups:
-            place = group.cache_group
+            index = group.cache_group
             for length, wrapper in enumerate(group.wrappers, start=1):
                 beginning = (group.cache_group, group.wrapper_ids[:length])
-                if beginning not in places:
-                    places[beginning] = num_cache_groups + len(self._calls)
-                    layers = layers_after[places[beginning]] = []
+                if beginning not in index_of:
+                    index_of[beginning] = num_cache_groups + len(self._calls)
+                    layers = layers_after[index_of[beginning]] = []
                     call = WrapperCall(wrapper, layers, pages.get(group.cache_group))
-                    self._calls.append((place, call))
-                place = places[beginning]
-                layers_after[place].extend(layer.name for layer in group.layers)
+                    self._calls.append((index, call))
+                index = index_of[beginning]
+                layers_after[index].extend(layer.name for layer in group.layers)
             reuse = numbers.setdefault(group.reuse_key, len(numbers))
             chain = numbers.setdefault((group.sequence, group.wrapper_ids), len(numbers))
-            self._readers.append(_Reader(group, place, reuse, chain, group.not_causal))
+            self._readers.append(_Reader(group, index, reuse, chain, group.not_causal))
             self._builders.setdefault(reuse, _Builder.of(group.builder))
 
     def prepare(self, metadata: Sequence[CommonAttentionMetadata]) -> PreparedStep:
@@ -221,12 +221,12 @@ class MetadataPlan:
                     code="causal_per_request",
                 )
         wrapped = list(metadata)
-        for place, call in self._calls:
-            wrapped.append(call.audit(wrapped[place]) if self._audited else call(wrapped[place]))
+        for index, call in self._calls:
+            wrapped.append(call.audit(wrapped[index]) if self._audited else call(wrapped[index]))
         sharing = _Sharing()
-        of_groups = tuple(sharing.build_of(reader, wrapped[reader.place]) for reader in self._readers)
-        self._run(sharing.builds, [each for each in sharing.builds if self._builders[each.reuse].is_on_host])
-        return PreparedStep(sharing.builds, of_groups)
+        build_indices = tuple(sharing.build_of(reader, wrapped[reader.metadata_index]) for reader in self._readers)
+        self._run(sharing.builds, [build for build in sharing.builds if self._builders[build.reuse].is_on_host])
+        return PreparedStep(sharing.builds, build_indices)
 
     def build(self, prepared: PreparedStep) -> list[GroupMetadata]:
         """Run the builders that did not run on the host, and return what each attention group reads.
@@ -238,13 +238,13 @@ class MetadataPlan:
             BackendError: A builder raised something (``failed``).
         """
         builds, slots = prepared.builds, prepared.slots
-        self._run(builds, [each for each in builds if each.common is not None])
+        self._run(builds, [build for build in builds if build.common is not None])
         finished = self._finish(builds)
         return [
             GroupMetadata(
                 finished[index], builds[index].num_rows, builds[index].permutation, slots.get(reader.group.cache_group)
             )
-            for index, reader in zip(prepared.of_groups, self._readers, strict=True)
+            for index, reader in zip(prepared.build_indices, self._readers, strict=True)
         ]
 
     def _run(self, builds: Sequence[Build], unbuilt: Sequence[Build]) -> None:
@@ -263,16 +263,18 @@ class MetadataPlan:
                 raise self._failure([build], "build", error) from error
         for builder_class, alike in together.items():
             try:
-                made = build_all(builder_class, [(self._builders[each.reuse].builder, each.take()) for each in alike])
+                results = build_all(
+                    builder_class, [(self._builders[member.reuse].builder, member.take()) for member in alike]
+                )
             except BaseException as error:
                 raise self._failure(alike, "build_together", error) from error
-            for build, built in zip(alike, made, strict=True):
-                build.built = built
+            for build, result in zip(alike, results, strict=True):
+                build.built = result
         for build in unbuilt:
             if build.like is not None:
-                builder, built = self._builders[build.reuse], builds[build.like].built
+                builder, result = self._builders[build.reuse], builds[build.like].built
                 try:
-                    build.built = refresh_fields(builder.builder, built, build.take())
+                    build.built = refresh_fields(builder.builder, result, build.take())
                 except BaseException as error:
                     raise self._failure([build], "refreshed_fields", error) from error
 
@@ -310,16 +312,16 @@ class _Sharing:
 
     def __init__(self) -> None:
         self.builds: list[Build] = []
-        self._known: dict[tuple[int, int], int] = {}
-        self._first: dict[tuple[int, int, int], int] = {}
+        self._index_of: dict[tuple[int, int], int] = {}
+        self._first_index_of: dict[tuple[int, int, int], int] = {}
         self._ordered: dict[tuple[BatchOrder, int, int], tuple[CommonAttentionMetadata, Permutation]] = {}
 
     def build_of(self, reader: _Reader, common: CommonAttentionMetadata) -> int:
         """Return the index of the build that a group reads: another group's if it reads the same, or a new one."""
         key = (reader.reuse, id(common))
-        known = self._known.get(key)
-        if known is not None:
-            return known
+        known_index = self._index_of.get(key)
+        if known_index is not None:
+            return known_index
         self._check_taken(reader, common)
         builder, num_rows, permutation = reader.group.builder, common.slot_mapping.shape[0], None
         if builder.batch_order is not None and not is_ordered(builder.batch_order, common):
@@ -327,10 +329,10 @@ class _Sharing:
         index, like = len(self.builds), None
         if builder.table_fields is not None:
             # After equal chains, only the tables differ between cache groups of one sequence and block size.
-            first = self._first.setdefault((reader.reuse, reader.chain, common.block_size), index)
-            like = None if first == index else first
+            first_index = self._first_index_of.setdefault((reader.reuse, reader.chain, common.block_size), index)
+            like = None if first_index == index else first_index
         self.builds.append(Build(reader.reuse, common, num_rows, permutation, like))
-        self._known[key] = index
+        self._index_of[key] = index
         return index
 
     def _check_taken(self, reader: _Reader, common: CommonAttentionMetadata) -> None:
@@ -345,11 +347,11 @@ class _Sharing:
         self, order: BatchOrder, chain: int, common: CommonAttentionMetadata
     ) -> tuple[CommonAttentionMetadata, Permutation]:
         key = (order, chain, common.block_size)
-        first = self._ordered.get(key)
-        if first is None:
-            first = self._ordered[key] = permute(common, order)
-            return first
-        permuted, permutation = first
+        pair = self._ordered.get(key)
+        if pair is None:
+            pair = self._ordered[key] = permute(common, order)
+            return pair
+        permuted, permutation = pair
         tables = attrs.evolve(
             permuted,
             block_table=common.block_table.index_select(0, permutation.requests),

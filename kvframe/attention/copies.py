@@ -170,11 +170,11 @@ class CopyingBackend(AttentionBackend):
         return CopyingBuilder(make_builder(self.inner), self._plain[self.layers[0].name])
 
     def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **keywords: Any
     ) -> torch.Tensor:
         """Copy the pages, and let the backend attend to the copies."""
         copies = self._copied(kv_cache, metadata)
-        return self.inner.attend(self._plain[layer.name], query, copies, metadata.built, **named)
+        return self.inner.attend(self._plain[layer.name], query, copies, metadata.built, **keywords)
 
     def _copied(self, kv_cache: KVCache, metadata: Any) -> KVCache:
         """Return the step's pages, copied into the plain format."""
@@ -217,8 +217,8 @@ class CopyingBuilder(AttentionMetadataBuilder):
 
     def build(self, metadata: CommonAttentionMetadata) -> CopiedMetadata:
         """Return the pages to copy, and the backend's own metadata for the copies."""
-        (built,) = self.build_together([(self, metadata)])
-        return built
+        (result,) = self.build_together([(self, metadata)])
+        return result
 
     @classmethod
     def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[CopiedMetadata]:
@@ -227,13 +227,13 @@ class CopyingBuilder(AttentionMetadataBuilder):
         together: dict[type[AttentionMetadataBuilder], list[int]] = {}
         for number, (builder, _) in enumerate(builds):
             together.setdefault(type(builder.inner), []).append(number)
-        built: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         for builder_class, numbers in together.items():
             inner = [(builds[number][0].inner, _over_copies(builds[number][1], indices[number])) for number in numbers]
-            built.update(zip(numbers, build_all(builder_class, inner), strict=True))
+            results.update(zip(numbers, build_all(builder_class, inner), strict=True))
         return [
             CopiedMetadata(
-                built=built[number],
+                built=results[number],
                 pages=_pages(metadata, index),
                 index_cpu=index,
                 num_columns=metadata.block_table.shape[1],
@@ -295,12 +295,12 @@ def live_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntAr
         low = np.maximum(first_query + 1 - mask.window, 0)
     elif mask.chunk is not None:
         low = first_query - first_query % mask.chunk
-    first, stop = low // size, np.where(query_lens > 0, -(-seq_lens // size), 0)
-    num_sinks = np.minimum(first, -(-mask.num_sink_tokens // size))
-    counts = np.maximum(stop - first, 0) + np.where(query_lens > 0, num_sinks, 0)
+    first_block, stop = low // size, np.where(query_lens > 0, -(-seq_lens // size), 0)
+    num_sinks = np.minimum(first_block, -(-mask.num_sink_tokens // size))
+    counts = np.maximum(stop - first_block, 0) + np.where(query_lens > 0, num_sinks, 0)
     rows = np.repeat(np.arange(len(counts)), counts)
-    place = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
-    columns = np.where(place < num_sinks[rows], place, place - num_sinks[rows] + first[rows])
+    position = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+    columns = np.where(position < num_sinks[rows], position, position - num_sinks[rows] + first_block[rows])
     index: IntArray = rows * num_columns + columns
     return index
 
@@ -328,8 +328,8 @@ def static_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> Int
         low = np.maximum(first_query + 1 - mask.window, 0)
     else:
         low = first_query - first_query % (mask.chunk or 1)
-    first = np.clip(low // size, 0, num_columns - num_reached)
-    reached = first[:, None] + np.arange(num_reached)
+    first_block = np.clip(low // size, 0, num_columns - num_reached)
+    reached = first_block[:, None] + np.arange(num_reached)
     sinks = np.broadcast_to(np.arange(num_sinks), (num_rows, num_sinks))
     index: IntArray = (starts + np.concatenate([sinks, reached], axis=1)).ravel()
     return index

@@ -42,7 +42,7 @@ class EntryStore(AttentionBackend):
         """Return a builder that keeps the step."""
         return EntryBuilder()
 
-    def attend(self, *arguments: Any, **named: Any) -> torch.Tensor:
+    def attend(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """Raise: an entry is read by its layer."""
         raise BackendError("an entry of a layer does not attend")
 

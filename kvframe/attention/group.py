@@ -113,14 +113,14 @@ def form_groups(
     scratch = CopyScratch(device) if scratch is None else scratch
     members: dict[Any, list[tuple[LayerSpec, Choice]]] = {}
     for layer, choice in zip(layers, choices, strict=True):
-        place = local.get(layer.name)
-        cache_group = grouping.group_of(layer.name).index if place is None else num_cache_groups + place
+        local_index = local.get(layer.name)
+        cache_group = grouping.group_of(layer.name).index if local_index is None else num_cache_groups + local_index
         key = (cache_group, choice.wrapper_ids, choice.backend_id, layer.spec, layer.query)
         members.setdefault(key, []).append((layer, choice))
     formed = []
     for (cache_group, *_), group in members.items():
         choice = group[0][1]
-        backend, builder = _set_up(choice, [each.wrapped for _, each in group], device, scratch)
+        backend, builder = _set_up(choice, [member_choice.wrapped for _, member_choice in group], device, scratch)
         formed.append(
             AttentionGroup(
                 cache_group=cache_group,
@@ -141,19 +141,19 @@ def form_groups(
 
 def honours_ranges(capabilities: Capabilities, wrappers: WrapperChain) -> bool:
     """Return whether a chain hands ``RANGE_ENDS`` on to a backend that honours it."""
-    return "ranges" in capabilities.masks and all(each.extensions.get(RANGE_ENDS) in _PASSED for each in wrappers)
+    return "ranges" in capabilities.masks and all(wrapper.extensions.get(RANGE_ENDS) in _PASSED for wrapper in wrappers)
 
 
 def _set_up(
     choice: Choice, layers: Sequence[LayerSpec], device: torch.device, scratch: CopyScratch
 ) -> tuple[AttentionBackend, AttentionMetadataBuilder]:
     """Return a backend's instance for a group, and its builder."""
-    whose = f"backend {choice.backend!r}, of layer {layers[0].name!r}: "
-    made = (choice.backend_class, layers, device, choice.backend_options, scratch)
+    label = f"backend {choice.backend!r}, of layer {layers[0].name!r}: "
+    arguments = (choice.backend_class, layers, device, choice.backend_options, scratch)
     try:
-        backend = call(f"{whose}__init__()", make_backend, *made)
-        builder = call(f"{whose}make_builder()", make_builder, backend)
-        call(f"{whose}reuse_key of its builder", lambda: hash(builder.reuse_key))
+        backend = call(f"{label}__init__()", make_backend, *arguments)
+        builder = call(f"{label}make_builder()", make_builder, backend)
+        call(f"{label}reuse_key of its builder", lambda: hash(builder.reuse_key))
         return backend, builder
     except PluginError as error:
         raise BackendError(str(error)) from error.__cause__

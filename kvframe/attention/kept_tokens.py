@@ -51,8 +51,8 @@ class KeptTokens:
             assert spec.prompt_budget is not None
             if group in pages:
                 state = _read(self._views[layer.name], spec, blocks[group], ((0, num_tokens),))
-                chosen = choose_tokens(layer, spec.prompt_budget, state, self._entries(layer, num_tokens, blocks))
-                self._write(layer, spec, num_tokens, state, chosen, pages[group])
+                positions = choose_tokens(layer, spec.prompt_budget, state, self._entries(layer, num_tokens, blocks))
+                self._write(layer, spec, num_tokens, state, positions, pages[group])
 
     def _entries(
         self, layer: LayerSpec, num_tokens: int, blocks: Sequence[Sequence[int]]
@@ -61,8 +61,8 @@ class KeptTokens:
         entries = {}
         for name, spec in layer.spec.entries.items():
             full_name = f"{layer.name}/{name}"
-            of_group = blocks[self._group_of[full_name]]
-            entries[name] = _read(self._views[full_name], spec, of_group, ask_live_ranges(spec, num_tokens))
+            group_blocks = blocks[self._group_of[full_name]]
+            entries[name] = _read(self._views[full_name], spec, group_blocks, ask_live_ranges(spec, num_tokens))
         return entries
 
     def _write(
@@ -71,31 +71,31 @@ class KeptTokens:
         spec: KVCacheSpec,
         num_tokens: int,
         state: Mapping[str, torch.Tensor],
-        chosen: torch.Tensor,
+        kept_positions: torch.Tensor,
         pages: Sequence[int],
     ) -> None:
-        num_heads, num_kept = chosen.shape
-        heads = torch.arange(num_heads, device=chosen.device)
-        first = num_tokens - num_kept
-        positions = torch.arange(first, num_tokens, device=chosen.device)
-        places = positions // spec.block_size - first // spec.block_size
-        ids = torch.tensor(pages, device=chosen.device)[places]
+        num_heads, num_kept = kept_positions.shape
+        heads = torch.arange(num_heads, device=kept_positions.device)
+        first_token = num_tokens - num_kept
+        positions = torch.arange(first_token, num_tokens, device=kept_positions.device)
+        block_indices = positions // spec.block_size - first_token // spec.block_size
+        ids = torch.tensor(pages, device=kept_positions.device)[block_indices]
         for name, tensor in self._views[layer.name].items():
-            tensor[ids, positions % spec.block_size] = state[name][chosen.T, heads]
+            tensor[ids, positions % spec.block_size] = state[name][kept_positions.T, heads]
 
 
 def _read(
     views: KVCache, spec: KVCacheSpec, blocks: Sequence[int], ranges: Sequence[tuple[int, int]]
 ) -> dict[str, torch.Tensor]:
     """Return the state of tokens of a request, by name ``[num_tokens, *shape]``."""
-    read = {name: [tensor[:0].flatten(0, 1)] for name, tensor in views.items()}  # no token may be live
+    parts_of = {name: [tensor[:0].flatten(0, 1)] for name, tensor in views.items()}  # no token may be live
     for start, stop in ranges:
-        first = start // spec.block_size
-        ids = blocks[first : -(-stop // spec.block_size)]
+        first_block = start // spec.block_size
+        ids = blocks[first_block : -(-stop // spec.block_size)]
         for name, tensor in views.items():
             rows = tensor.index_select(0, torch.tensor(ids, device=tensor.device)).flatten(0, 1)
-            read[name].append(rows[start - first * spec.block_size : stop - first * spec.block_size])
-    return {name: torch.cat(parts) for name, parts in read.items()}
+            parts_of[name].append(rows[start - first_block * spec.block_size : stop - first_block * spec.block_size])
+    return {name: torch.cat(parts) for name, parts in parts_of.items()}
 
 
 def choose_tokens(
@@ -116,18 +116,22 @@ def choose_tokens(
     spec = layer.spec
     assert spec is not None
     num_tokens, num_heads = state["k"].shape[:2]
-    whose = f"the cache spec {spec.kind!r} of layer {layer.name!r}: choose_kept()"
+    label = f"the cache spec {spec.kind!r} of layer {layer.name!r}: choose_kept()"
     with torch.no_grad():
-        chosen: Any = call(whose, spec.choose_kept, layer, num_kept, state, entries)
+        positions: Any = call(label, spec.choose_kept, layer, num_kept, state, entries)
     if (
-        not isinstance(chosen, torch.Tensor)
-        or chosen.shape != (num_heads, num_kept)
-        or chosen.dtype != torch.int64
-        or chosen.device != state["k"].device
+        not isinstance(positions, torch.Tensor)
+        or positions.shape != (num_heads, num_kept)
+        or positions.dtype != torch.int64
+        or positions.device != state["k"].device
     ):
-        shown = f"{[*chosen.shape]} of {chosen.dtype}" if isinstance(chosen, torch.Tensor) else safe_repr(chosen)
-        raise SpecError(f"{whose} must return [{num_heads}, {num_kept}] of torch.int64 on the device, not {shown}")
-    ascending = chosen.sort(dim=-1).values
+        shown = (
+            f"{[*positions.shape]} of {positions.dtype}"
+            if isinstance(positions, torch.Tensor)
+            else safe_repr(positions)
+        )
+        raise SpecError(f"{label} must return [{num_heads}, {num_kept}] of torch.int64 on the device, not {shown}")
+    ascending = positions.sort(dim=-1).values
     if ascending[:, 0].min() < 0 or ascending[:, -1].max() >= num_tokens or (ascending.diff(dim=-1) < 1).any():
-        raise SpecError(f"{whose} must return positions in [0, {num_tokens}), each once for a head, not {chosen}")
+        raise SpecError(f"{label} must return positions in [0, {num_tokens}), each once for a head, not {positions}")
     return ascending

@@ -55,16 +55,16 @@ class AttentionLayer:
         self._backend, self._backend_name = group.backend, group.backend_name
         self._writes = spec.shares_with is None
         self._head_shape = _head_shape(self._wrapped)
-        kept, query = spec.spec, spec.query
-        assert kept is not None
+        cache_spec, query = spec.spec, spec.query
+        assert cache_spec is not None
         assert query is not None
         self._query_shape = query.num_heads, query.head_size
-        self._stored_shapes = None if kept.defines_attention else _stored_shapes(self._wrapped)
-        self._inputs = ask(kept, "inputs(query)", lambda: dict(kept.inputs(query)))
+        self._stored_shapes = None if cache_spec.defines_attention else _stored_shapes(self._wrapped)
+        self._inputs = ask(cache_spec, "inputs(query)", lambda: dict(cache_spec.inputs(query)))
         self._choice, self._merged = query.choice, query.merged
-        self._has_more = query.choice is not None or kept.defines_attention
-        self._needed = ask(kept, "parameters(query)", lambda: dict(kept.parameters(query)))
-        self.lacks_parameters = bool(self._needed)
+        self._has_more = query.choice is not None or cache_spec.defines_attention
+        self._parameter_shapes = ask(cache_spec, "parameters(query)", lambda: dict(cache_spec.parameters(query)))
+        self.lacks_parameters = bool(self._parameter_shapes)
 
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Give the layer's learned tensors to its backend, once, before the first step.
@@ -75,16 +75,16 @@ class AttentionLayer:
         Raises:
             BackendError: A tensor that the layer needs is not among them, or has another shape; or the backend fails.
         """
-        found = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
-        for name, shape in self._needed.items():
-            if found.get(name) != shape:
+        shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+        for name, shape in self._parameter_shapes.items():
+            if shapes.get(name) != shape:
                 raise BackendError(
                     f"layer {self.spec.name!r} needs the learned tensor {name!r} of shape {shape}, and the model bound "
-                    f"{found or 'none'}; bind it when the model is attached"
+                    f"{shapes or 'none'}; bind it when the model is attached"
                 )
-        whose = f"backend {self._backend_name!r}, of layer {self.spec.name!r}: bind()"
+        label = f"backend {self._backend_name!r}, of layer {self.spec.name!r}: bind()"
         try:
-            call(whose, self._backend.bind, self._wrapped, parameters, passes=(BackendError,))
+            call(label, self._backend.bind, self._wrapped, parameters, passes=(BackendError,))
         except PluginError as error:
             raise BackendError(str(error)) from error.__cause__
         self.lacks_parameters = False
@@ -118,12 +118,12 @@ class AttentionLayer:
             BackendError: As ``write`` and ``attend`` raise it; or the chosen tokens or the inputs are not those of the
                 layer (``wrong_input``).
         """
-        read = self.step.read
-        self.write(key, value, self.kv_cache, read)
+        step = self.step.read
+        self.write(key, value, self.kv_cache, step)
         if self._has_more or chosen is not None or inputs is not None:
-            more = self._more(chosen, inputs or {}, key, value, read)
-            return self.attend(query, self.kv_cache, read, sinks, more=more)
-        return self.attend(query, self.kv_cache, read, sinks)
+            more = self._more(chosen, inputs or {}, key, value, step)
+            return self.attend(query, self.kv_cache, step, sinks, more=more)
+        return self.attend(query, self.kv_cache, step, sinks)
 
     def with_lse(
         self,
@@ -154,16 +154,16 @@ class AttentionLayer:
                 f"layer {self.spec.name!r} is not specified as merged, so its backend may return no log-sum-exp",
                 code="wrong_input",
             )
-        read = self.step.read
-        self.write(key, value, self.kv_cache, read)
+        step = self.step.read
+        self.write(key, value, self.kv_cache, step)
         more = None
         if self._has_more or chosen is not None:
-            more = self._more(chosen, {}, key, value, read)
+            more = self._more(chosen, {}, key, value, step)
         lse = query.new_empty(query.shape[:2], dtype=lse_dtype(query.dtype))
-        return self.attend(query, self.kv_cache, read, sinks, lse=lse, more=more), lse
+        return self.attend(query, self.kv_cache, step, sinks, lse=lse, more=more), lse
 
     def write(
-        self, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache, read: GroupMetadata
+        self, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache, step: GroupMetadata
     ) -> None:
         """Store a step's keys and values, unless the layer shares a cache or the step stores nothing.
 
@@ -171,21 +171,21 @@ class AttentionLayer:
             key: ``[num_stored, num_kv_heads, head_size], device``.
             value: ``[num_stored, num_kv_heads, head_size_v], device``.
             kv_cache: The layer's state tensors; written to.
-            read: The step.
+            step: The step.
 
         Raises:
             BackendError: Keys or values have other shapes than the layer stores (``wrong_input``), or the backend
                 raised something (``failed``).
         """
-        if not self._writes or read.slots is None:
+        if not self._writes or step.slots is None:
             return
         assert key is not None
         assert value is not None
-        shapes, num_rows = self._stored_shapes, read.slots.flat.shape[0]
+        shapes, num_rows = self._stored_shapes, step.slots.flat.shape[0]
         if shapes is not None and (key.shape != (num_rows, *shapes[0]) or value.shape != (num_rows, *shapes[1])):
             raise self._wrong_input("keys and values", (key, value), [(num_rows, *shape) for shape in shapes])
         try:
-            self._backend.write_kv(key, value, kv_cache, read.slots)
+            self._backend.write_kv(key, value, kv_cache, step.slots)
         except BaseException as error:
             raise self._failure("write_kv", error) from error
 
@@ -193,7 +193,7 @@ class AttentionLayer:
         self,
         query: torch.Tensor,
         kv_cache: KVCache,
-        read: GroupMetadata,
+        step: GroupMetadata,
         sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
         *,
@@ -205,7 +205,7 @@ class AttentionLayer:
         Args:
             query: ``[num_rows, num_heads, head_size], device``.
             kv_cache: The state tensors of the layer, or of the layer whose cache it shares.
-            read: The step.
+            step: The step.
             sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
             out: Where the result has to be, contiguous, in the query's dtype; None for a new tensor.
             lse: Where the log-sum-exp is written, as the backend takes it; None unless the layer is merged.
@@ -219,16 +219,16 @@ class AttentionLayer:
                 sinks or ``out`` have other shapes than the layer (``wrong_input``); or the backend raised something
                 (``failed``), or returned something else than was agreed (``wrong_output``).
         """
-        if query.shape != (read.num_rows, *self._query_shape):
-            raise self._wrong_query(query, read.num_rows)
+        if query.shape != (step.num_rows, *self._query_shape):
+            raise self._wrong_query(query, step.num_rows)
         if sinks is not None or out is not None:
             self._check_sinks_and_out(query, sinks, out)
-        order, wanted = read.permutation, out
+        order, target = step.permutation, out
         if order is not None:
-            query, wanted = query.index_select(0, order.tokens), None
+            query, target = query.index_select(0, order.tokens), None
         try:
             output = self._backend.attend(
-                self._wrapped, query, kv_cache, read.metadata, sinks=sinks, out=wanted, lse=lse, more=more
+                self._wrapped, query, kv_cache, step.metadata, sinks=sinks, out=target, lse=lse, more=more
             )
         except BaseException as error:
             raise self._failure("attend", error) from error
@@ -250,18 +250,20 @@ class AttentionLayer:
         inputs: KVCache,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
-        read: GroupMetadata,
+        step: GroupMetadata,
     ) -> MoreInputs:
         """Return what the layer's call has beside a query and a cache, in the order of the backend's rows.
 
         Raises:
             BackendError: The chosen tokens or the inputs are not those of the layer (``wrong_input``).
         """
-        self._check_more(chosen, inputs, read.num_rows)
-        if (order := read.permutation) is not None:
+        self._check_more(chosen, inputs, step.num_rows)
+        if (order := step.permutation) is not None:
             chosen = None if chosen is None else chosen.rows(lambda rows: rows[order.tokens])
             inputs = {name: tensor.index_select(0, order.tokens) for name, tensor in inputs.items()}
-            key, value = (None if each is None else each.index_select(0, order.tokens) for each in (key, value))
+            key, value = (
+                None if new_tensor is None else new_tensor.index_select(0, order.tokens) for new_tensor in (key, value)
+            )
         entries = {name: entry.step for name, entry in self._entries.items()}
         return MoreInputs(chosen=chosen, entries=entries, inputs=inputs, key=key, value=value)
 
@@ -280,12 +282,12 @@ class AttentionLayer:
                 )
         if chosen is not None and self.step.audited is not None:
             self._audit_choice(chosen, self.step.audited)
-        wanted = {name: (num_rows, *shape) for name, shape in self._inputs.items()}
+        expected_shapes = {name: (num_rows, *shape) for name, shape in self._inputs.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
-        if shapes != wanted:
+        if shapes != expected_shapes:
             raise BackendError(
                 f"layer {self.spec.name!r} was called with the inputs {shapes or 'none'}, and it is specified with "
-                f"{wanted or 'none'}",
+                f"{expected_shapes or 'none'}",
                 code="wrong_input",
             )
 
@@ -295,15 +297,16 @@ class AttentionLayer:
         assert spec is not None
         assert spec.mask_function is not None
         on_host = ChosenTokens(chosen.indices.cpu(), chosen.block_size)
-        seen = find_chosen(on_host, replace_tensors(metadata, lambda tensor: tensor.cpu()), spec.mask_function).seen
+        is_seen = find_chosen(on_host, replace_tensors(metadata, lambda tensor: tensor.cpu()), spec.mask_function).seen
         # Of a chosen block, its first token is live.
-        first = on_host.indices.long() * chosen.block_size
-        beyond = torch.nonzero((first >= 0) & ~seen[..., :: chosen.block_size])
+        first_tokens = on_host.indices.long() * chosen.block_size
+        beyond = torch.nonzero((first_tokens >= 0) & ~is_seen[..., :: chosen.block_size])
         if len(beyond):
             row, chooser, index = beyond[0].tolist()
             raise BackendError(
-                f"layer {self.spec.name!r} was called with a choice of the token {int(first[row, chooser, index])} for "
-                f"the query in row {row}, which does not see that token: choose among the live tokens up to the query",
+                f"layer {self.spec.name!r} was called with a choice of the token "
+                f"{int(first_tokens[row, chooser, index])} for the query in row {row}, which does not see that token: "
+                "choose among the live tokens up to the query",
                 code="wrong_input",
             )
 
@@ -326,13 +329,15 @@ class AttentionLayer:
         )
 
     def _wrong_input(
-        self, what: str, tensors: Sequence[torch.Tensor], expected: Sequence[tuple[int, ...]]
+        self, label: str, tensors: Sequence[torch.Tensor], expected: Sequence[tuple[int, ...]]
     ) -> BackendError:
-        found, agreed = (
-            " and ".join(str([*shape]) for shape in shapes) for shapes in ([each.shape for each in tensors], expected)
+        shapes_text, expected_text = (
+            " and ".join(str([*shape]) for shape in shapes)
+            for shapes in ([tensor.shape for tensor in tensors], expected)
         )
         return BackendError(
-            f"layer {self.spec.name!r} was called with {what} of {found}, and it is specified with {agreed}",
+            f"layer {self.spec.name!r} was called with {label} of {shapes_text}, and it is specified with "
+            f"{expected_text}",
             code="wrong_input",
         )
 
@@ -352,11 +357,11 @@ class AttentionLayer:
             and (output.dtype, output.device) == (query.dtype, query.device)
         ):
             return
-        found = f"a {type(output).__name__!r}"
+        description = f"a {type(output).__name__!r}"
         if is_tensor:
-            found = f"a tensor {list(output.shape)} of {output.dtype} on {output.device}"
+            description = f"a tensor {list(output.shape)} of {output.dtype} on {output.device}"
         raise BackendError(
-            f"backend {self._backend_name!r} returned {found} for layer {self.spec.name!r}, and not a "
+            f"backend {self._backend_name!r} returned {description} for layer {self.spec.name!r}, and not a "
             f"tensor {expected} of {query.dtype} on {query.device}: this is a mistake in the backend's attend",
             code="wrong_output",
         )
@@ -365,17 +370,17 @@ class AttentionLayer:
 class QueryStoringLayer(AttentionLayer):
     """A layer whose type has an entry of queries, for its choice of the tokens that it keeps of a prompt."""
 
-    def __call__(self, query: torch.Tensor, *tensors: torch.Tensor | None, **more: Any) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, *tensors: torch.Tensor | None, **keywords: Any) -> torch.Tensor:
         """Store the step's queries, and attend."""
         self._entries[QUERY].step.write(query=query)
-        return super().__call__(query, *tensors, **more)
+        return super().__call__(query, *tensors, **keywords)
 
     def with_lse(
-        self, query: torch.Tensor, *tensors: torch.Tensor | None, **more: Any
+        self, query: torch.Tensor, *tensors: torch.Tensor | None, **keywords: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the step's queries, and attend."""
         self._entries[QUERY].step.write(query=query)
-        return super().with_lse(query, *tensors, **more)
+        return super().with_lse(query, *tensors, **keywords)
 
 
 def stores_queries(layer: LayerSpec) -> bool:

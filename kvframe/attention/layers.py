@@ -105,8 +105,8 @@ class Layers(Mapping[str, AttentionLayer]):
             *form_entry_groups([layer for layer in layers if layer.entry_of], grouping, device),
         )
         views = {**views, **self.local.views}
-        stored = [layer.spec for layer in layers if layer.spec is not None and layer.name in views]
-        states = (tensor for spec in stored for tensor in spec.in_format(PLAIN).state_tensors().values())
+        stored_specs = [layer.spec for layer in layers if layer.spec is not None and layer.name in views]
+        states = (tensor for spec in stored_specs for tensor in spec.in_format(PLAIN).state_tensors().values())
         self.dtypes = frozenset(getattr(torch, tensor.dtype) for tensor in states)
         keeping = [layer for layer in layers if layer.query is None and layer.name in views and not layer.entry_of]
         self.states = StateLayers(keeping, grouping, views)
@@ -147,8 +147,9 @@ class Layers(Mapping[str, AttentionLayer]):
         choosing = [step for step in self._steps if step.group.wrapped.query and step.group.wrapped.query.choice]
         self._audited_steps = choosing if audited else []
         stores = {group.cache_group for group in self.groups if group.writes}
-        self._of_inputs = frozenset(group.index for group in grouping.groups if group.spec.sequence != TOKENS)
-        self._stores_tokens, self._stores_inputs = sorted(stores - self._of_inputs), bool(stores & self._of_inputs)
+        self._input_groups = frozenset(group.index for group in grouping.groups if group.spec.sequence != TOKENS)
+        self._stores_tokens = sorted(stores - self._input_groups)
+        self._stores_inputs = bool(stores & self._input_groups)
         orders = [group.builder.batch_order for group in self.groups]
         self._orders = tuple(dict.fromkeys(order for order in orders if order is not None))
 
@@ -186,8 +187,8 @@ class Layers(Mapping[str, AttentionLayer]):
         grouping = group_layers([*owners, *layers])
         # The host has one block table for all of them.
         names = tuple(name for group in grouping.groups for name in group.layers)
-        stored = tuple(spec for group in grouping.groups for spec in group.stored)
-        groups = (attrs.evolve(grouping.groups[0], layers=names, stored=stored),)
+        stored_specs = tuple(spec for group in grouping.groups for spec in group.stored)
+        groups = (attrs.evolve(grouping.groups[0], layers=names, stored=stored_specs),)
         return cls(layers, choices, attrs.evolve(grouping, groups=groups), {}, device, tuple(skipped))
 
     @property
@@ -273,7 +274,9 @@ class Layers(Mapping[str, AttentionLayer]):
             num_tokens=num_tokens,
             num_generating=num_generating,
             max_query_len=max_query_len,
-            max_seq_lens=[max_input_len if index in self._of_inputs else max_seq_len for index in range(len(metadata))],
+            max_seq_lens=[
+                max_input_len if index in self._input_groups else max_seq_len for index in range(len(metadata))
+            ],
         )
 
     def begin_step(
@@ -371,8 +374,8 @@ class Layers(Mapping[str, AttentionLayer]):
         """Let all layers read a step."""
         if step.states:
             self.states.select(step.states)
-        for group, read in zip(self._steps, step.groups, strict=True):
-            group.read = read
+        for group_step, group_metadata in zip(self._steps, step.groups, strict=True):
+            group_step.read = group_metadata
         self.kept_rows = step.kept_rows
         return step
 

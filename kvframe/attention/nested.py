@@ -25,23 +25,23 @@ def host_tensors(value: Any) -> list[torch.Tensor]:
         value: Tensors in attrs classes, dataclasses, tuples, lists and mappings. Fields that are declared as numbers,
             strings or containers of them are skipped, and so are objects of other classes.
     """
-    found: dict[int, torch.Tensor] = {}
-    _collect(value, found, set())
-    return list(found.values())
+    tensors: dict[int, torch.Tensor] = {}
+    _collect(value, tensors, set())
+    return list(tensors.values())
 
 
-def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
+def _collect(value: Any, tensors: dict[int, torch.Tensor], seen_ids: set[int]) -> None:
     structure = _structures[type(value)]
     if structure is None:
         return
     number = id(value)
     if structure is TENSOR:
-        if number not in found and value.is_cpu:
-            found[number] = value
-    elif number not in seen:
-        seen.add(number)
+        if number not in tensors and value.is_cpu:
+            tensors[number] = value
+    elif number not in seen_ids:
+        seen_ids.add(number)
         for part in structure.parts(value):
-            _collect(part, found, seen)
+            _collect(part, tensors, seen_ids)
 
 
 def replace_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
@@ -53,19 +53,19 @@ def replace_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor]) ->
     return result
 
 
-def _replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor], known: dict[int, Any]) -> Any:
+def _replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor], replacements: dict[int, Any]) -> Any:
     structure = _structures[type(value)]
     if structure is None:
         return value
     if structure is TENSOR:
         return change(value)
     number = id(value)
-    if number in known:
-        return known[number]
-    before = structure.parts(value)
-    after = [_replace(part, change, known) for part in before]
-    result = value if all(map(is_, before, after)) else structure.rebuild(value, after)
-    known[number] = result
+    if number in replacements:
+        return replacements[number]
+    old_parts = structure.parts(value)
+    new_parts = [_replace(part, change, replacements) for part in old_parts]
+    result = value if all(map(is_, old_parts, new_parts)) else structure.rebuild(value, new_parts)
+    replacements[number] = result
     return result
 
 
@@ -99,14 +99,14 @@ def _of_fields(cls: type, every: Sequence[str], looked_into: Sequence[str]) -> S
         every: Its fields.
         looked_into: The fields that may hold tensors.
     """
-    others = [name for name in every if name not in looked_into]
-    setters, values_of_others = [_setter(cls, name) for name in (*looked_into, *others)], _getter(others)
+    other_names = [name for name in every if name not in looked_into]
+    setters, values_of_others = [_setter(cls, name) for name in (*looked_into, *other_names)], _getter(other_names)
 
     def rebuild(value: Any, parts: Sequence[Any]) -> Any:
         # The constructor is not called, because it may do more than set fields.
         copy: Any = object.__new__(cls)
-        for set_field, each in zip(setters, (*parts, *values_of_others(value)), strict=True):
-            set_field(copy, each)
+        for set_field, field_value in zip(setters, (*parts, *values_of_others(value)), strict=True):
+            set_field(copy, field_value)
         return copy
 
     return Structure(_getter(looked_into), rebuild)
@@ -147,8 +147,8 @@ class _Structures(dict[type, Structure | None]):
 
     def __missing__(self, cls: type) -> Structure | None:
         self[cls] = TENSOR  # until the structure is found, so that a field of the class's own type is looked into
-        found = self[cls] = _find_structure(cls)
-        return found
+        structure = self[cls] = _find_structure(cls)
+        return structure
 
 
 _structures = _Structures()
@@ -190,7 +190,7 @@ def _may_hold_tensors(declared: Any) -> bool:
     """Return whether a field of a declared type may hold a tensor to find."""
     origin, arguments = typing.get_origin(declared), typing.get_args(declared)
     if arguments and (origin in (typing.Union, UnionType) or _is_container(origin)):
-        return any(_may_hold_tensors(each) for each in arguments if each is not Ellipsis)
+        return any(_may_hold_tensors(argument) for argument in arguments if argument is not Ellipsis)
     if not isinstance(declared, type):
         return True
     if declared is NoneType or issubclass(declared, bool | int | float | str):

@@ -77,17 +77,17 @@ class _Padder:
     ) -> CommonAttentionMetadata:
         max_seq_len = metadata.max_seq_len if max_seq_len is None else max_seq_len
         num_reqs, num_tokens, num_generating = self._sizes.values()
-        least = {
+        minimums = {
             "num_reqs": metadata.num_reqs,
             "num_tokens": max(metadata.slot_mapping.shape[0], max_query_len),
             "num_generating": metadata.num_generating_rows,
             "max_query_len": metadata.max_query_len,
             "max_seq_len": metadata.max_seq_len,
         }
-        for name, given in {**self._sizes, "max_query_len": max_query_len, "max_seq_len": max_seq_len}.items():
-            if given < least[name]:
+        for name, size in {**self._sizes, "max_query_len": max_query_len, "max_seq_len": max_seq_len}.items():
+            if size < minimums[name]:
                 raise BatchError(
-                    f"a graph with {name} = {given} is too small for this step, which needs at least {least[name]}"
+                    f"a graph with {name} = {size} is too small for this step, which needs at least {minimums[name]}"
                 )
         generating, generating_cpu = (
             None if indices is None else self._repeat_last(indices, num_generating)

@@ -106,11 +106,11 @@ def permute(metadata: CommonAttentionMetadata, order: BatchOrder) -> tuple[Commo
 
 def _moved(generating: IntArray, count: int, inverse: IntArray) -> IntArray:
     """Return the indices of ``count`` generating tokens, and padding, where ``inverse`` puts these tokens."""
-    moved = generating.copy()
+    indices = generating.copy()
     if count:
-        moved[:count] = np.sort(inverse[generating[:count]])
-        moved[count:] = moved[count - 1]
-    return moved
+        indices[:count] = np.sort(inverse[generating[:count]])
+        indices[count:] = indices[count - 1]
+    return indices
 
 
 def _never_decreases(ranks: IntArray) -> bool:
@@ -123,9 +123,9 @@ def _upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[to
     buffer = np.empty(ends[-1], dtype=np.uint8)
     for array, start in zip(arrays, [0, *ends], strict=False):
         buffer[start : start + array.nbytes].view(array.dtype)[:] = array
-    there = torch.from_numpy(buffer).to(device, non_blocking=True)
+    device_bytes = torch.from_numpy(buffer).to(device, non_blocking=True)
     return [
-        there[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
+        device_bytes[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
         for array, start in zip(arrays, [0, *ends], strict=False)
     ]
 

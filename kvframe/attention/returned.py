@@ -40,35 +40,35 @@ def build_all(
     Raises:
         BackendError: They returned something other than a sequence with one value for each builder.
     """
-    built = builder_class.build_together(builds)
-    if not isinstance(built, Sequence) or len(built) != len(builds):
-        found = f"{len(built)} values" if isinstance(built, Sequence) else f"a {type(built).__name__!r}"
+    results = builder_class.build_together(builds)
+    if not isinstance(results, Sequence) or len(results) != len(builds):
+        description = f"{len(results)} values" if isinstance(results, Sequence) else f"a {type(results).__name__!r}"
         raise _mistake(
-            builder_class, f"build_together returned {found} for {len(builds)} builders, and not one for each"
+            builder_class, f"build_together returned {description} for {len(builds)} builders, and not one for each"
         )
-    return built
+    return results
 
 
-def refresh_fields(builder: AttentionMetadataBuilder, built: Any, metadata: CommonAttentionMetadata) -> Any:
+def refresh_fields(builder: AttentionMetadataBuilder, result: Any, metadata: CommonAttentionMetadata) -> Any:
     """Return what was built for one cache group as it is for another with equal layers.
 
     Args:
         builder: Its builder.
-        built: What it built, or what a builder with an equal ``reuse_key`` built.
+        result: What it built, or what a builder with an equal ``reuse_key`` built.
         metadata: The metadata of the other cache group, which differs in the block table and the slots only.
 
     Raises:
         BackendError: The builder returned other fields than the ``table_fields`` that it declares.
     """
-    return replace_fields(builder, built, builder.refreshed_fields(built, metadata))
+    return replace_fields(builder, result, builder.refreshed_fields(result, metadata))
 
 
-def replace_fields(builder: AttentionMetadataBuilder, built: Any, fields: Mapping[str, Any]) -> Any:
+def replace_fields(builder: AttentionMetadataBuilder, result: Any, fields: Mapping[str, Any]) -> Any:
     """Return what was built with other ``table_fields``.
 
     Args:
         builder: Its builder.
-        built: What was built.
+        result: What was built.
         fields: All of its ``table_fields``.
 
     Raises:
@@ -76,16 +76,16 @@ def replace_fields(builder: AttentionMetadataBuilder, built: Any, fields: Mappin
     """
     declared = builder.table_fields or frozenset()
     if not isinstance(fields, Mapping) or fields.keys() != declared:
-        found = sorted(fields) if isinstance(fields, Mapping) else f"a {type(fields).__name__!r}"
+        description = sorted(fields) if isinstance(fields, Mapping) else f"a {type(fields).__name__!r}"
         raise _mistake(
             type(builder),
-            f"refreshed_fields returned {found}, and the declared table_fields are {sorted(declared)}",
+            f"refreshed_fields returned {description}, and the declared table_fields are {sorted(declared)}",
         )
     try:
-        return attrs.evolve(built, **fields)
+        return attrs.evolve(result, **fields)
     except (TypeError, attrs.exceptions.NotAnAttrsClassError) as error:
         raise _mistake(
-            type(builder), f"what it built, a {type(built).__name__!r}, has no fields {sorted(fields)} to replace"
+            type(builder), f"what it built, a {type(result).__name__!r}, has no fields {sorted(fields)} to replace"
         ) from error
 
 
@@ -101,10 +101,10 @@ def step_failure(backend: str, layers: Sequence[str], method: str, error: BaseEx
     """
     if isinstance(error, KVFrameError | NotReplayableError | torch.OutOfMemoryError | KeyboardInterrupt):
         return error
-    others = f" and {len(layers) - 1} others" if len(layers) > 1 else ""
+    other_layers = f" and {len(layers) - 1} others" if len(layers) > 1 else ""
     *_, (frame, line) = walk_tb(error.__traceback__)
     return BackendError(
-        f"backend {backend!r}, of layer {layers[0]!r}{others}: {method}() failed in line {line} of "
+        f"backend {backend!r}, of layer {layers[0]!r}{other_layers}: {method}() failed in line {line} of "
         f"{shown(frame.f_globals.get('__name__'))}: {safe_text(error)}",
         code="failed",
     )

@@ -22,14 +22,14 @@ _READ_BY_KERNELS = {SEQ_STARTS: Axis.REQUEST, RANGE_ENDS: Axis.TOKEN}
 _SWITCHES = ("causal", "static_shapes", "exact_lens")
 
 
-def find_misfit(metadata: CommonAttentionMetadata, given: CommonAttentionMetadata | None = None) -> str | None:
+def find_misfit(metadata: CommonAttentionMetadata, source: CommonAttentionMetadata | None = None) -> str | None:
     """Return which part of a step's metadata does not fit the rest of it; None if all fit.
 
     Only types, shapes, dtypes and devices are checked, so the check does not wait for the device.
 
     Args:
         metadata: The metadata, on any device.
-        given: What a wrapper made it of: the device and the block size stay the same. None if no wrapper did.
+        source: The input of the wrapper that made it, whose device and block size it must have; None if no wrapper did.
     """
     import torch  # loaded by now, and not by a plugin's manifest that imports this module
 
@@ -46,19 +46,19 @@ def find_misfit(metadata: CommonAttentionMetadata, given: CommonAttentionMetadat
     for name, tensor in (("slot_mapping", slots), ("generating_indices", generating if is_known else slots)):
         if not isinstance(tensor, torch.Tensor) or tensor.ndim != 1:
             return f"{name} is {_in_words(tensor)}, not a tensor of one dimension"
-    device, host = (metadata if given is None else given).slot_mapping.device, torch.device("cpu")
+    device, cpu = (metadata if source is None else source).slot_mapping.device, torch.device("cpu")
     num_reqs, num_tokens = metadata.num_reqs, slots.shape[0]
     expected = [
         ("query_start_loc", num_reqs + 1, torch.int32, device),
-        ("query_start_loc_cpu", num_reqs + 1, torch.int32, host),
+        ("query_start_loc_cpu", num_reqs + 1, torch.int32, cpu),
         ("seq_lens", num_reqs, torch.int32, device),
-        ("seq_lens_cpu", num_reqs, torch.int32, host),
+        ("seq_lens_cpu", num_reqs, torch.int32, cpu),
         ("slot_mapping", num_tokens, torch.int64, device),
     ]
     if generating is not None:
         expected += [
             ("generating_indices", generating.shape[0], torch.int64, device),
-            ("generating_indices_cpu", generating.shape[0], torch.int64, host),
+            ("generating_indices_cpu", generating.shape[0], torch.int64, cpu),
         ]
     for name, length, dtype, expected_device in expected:
         tensor = getattr(metadata, name)
@@ -71,39 +71,39 @@ def find_misfit(metadata: CommonAttentionMetadata, given: CommonAttentionMetadat
         return problem
     if table.ndim != 2 or table.shape[0] != num_reqs or not table.shape[1]:
         return f"block_table has the shape {list(table.shape)}, not [{num_reqs}, max_blocks]"
-    if given is not None and metadata.block_size != given.block_size:
-        return f"block_size is {metadata.block_size}, and a page of the cache group holds {given.block_size} tokens"
+    if source is not None and metadata.block_size != source.block_size:
+        return f"block_size is {metadata.block_size}, and a page of the cache group holds {source.block_size} tokens"
     if not isinstance(metadata.extensions, Mapping):
         return f"extensions is {_in_words(metadata.extensions)}, not a mapping"
     rows = {Axis.REQUEST: num_reqs, Axis.TOKEN: num_tokens}
     for name, extension in metadata.extensions.items():
-        if problem := _extension_misfit(name, extension, rows, device, host):
+        if problem := _extension_misfit(name, extension, rows, device, cpu):
             return problem
     return None
 
 
 def _extension_misfit(
-    name: str, extension: Any, rows: Mapping[Axis, int], device: torch.device, host: torch.device
+    name: str, extension: Any, rows: Mapping[Axis, int], device: torch.device, cpu: torch.device
 ) -> str | None:
     import torch
 
-    what = f"the extension {name!r}"
+    label = f"the extension {name!r}"
     if not isinstance(extension, Extension):
-        return f"{what} is {_in_words(extension)}, not an Extension"
+        return f"{label} is {_in_words(extension)}, not an Extension"
     axis = _READ_BY_KERNELS.get(name)
     values, values_cpu, expected = extension.values, extension.values_cpu, rows.get(extension.axis)
-    if problem := _tensor_misfit(what, values, None if axis is None else torch.int32, device):
+    if problem := _tensor_misfit(label, values, None if axis is None else torch.int32, device):
         return problem
     if axis is not None and (extension.axis is not axis or values.ndim != 1):
-        return f"{what} has {values.ndim} dimensions, the first for each {extension.axis}, not one for each {axis}"
+        return f"{label} has {values.ndim} dimensions, the first for each {extension.axis}, not one for each {axis}"
     if expected is not None and values.shape[:1] != (expected,):
-        return f"{what} has the shape {list(values.shape)}, not [{expected}, …]"
+        return f"{label} has the shape {list(values.shape)}, not [{expected}, …]"
     if values_cpu is None:
         return None
-    if problem := _tensor_misfit(f"the host copy of {what}", values_cpu, values.dtype, host):
+    if problem := _tensor_misfit(f"the host copy of {label}", values_cpu, values.dtype, cpu):
         return problem
     if values_cpu.shape != values.shape:
-        return f"the host copy of {what} has the shape {list(values_cpu.shape)}, not {list(values.shape)}"
+        return f"the host copy of {label} has the shape {list(values_cpu.shape)}, not {list(values.shape)}"
     return None
 
 

@@ -24,7 +24,7 @@ ALIGNMENT = 64
 """Bytes: each tensor starts at a multiple of this, so that kernels may read it with wide loads."""
 
 T = TypeVar("T")
-Place = tuple[torch.Size, torch.dtype, int]
+MemoryRange = tuple[torch.Size, torch.dtype, int]
 """A tensor's shape, its dtype, and the byte of the memory that it starts at."""
 
 
@@ -60,19 +60,19 @@ class Staging:
         if not self.is_needed and into is None:
             return value
         tensors = host_tensors(value)
-        places, num_bytes = layout_of(tensors)
+        layout, num_bytes = layout_of(tensors)
         self._turn = 1 - self._turn
-        host = self._buffers[self._turn].fill(tensors, places, num_bytes)
+        cpu_memory = self._buffers[self._turn].fill(tensors, layout, num_bytes)
         if into is None:
-            views: Sequence[torch.Tensor] = views_of(host.to(self.device, non_blocking=True), places)
+            views: Sequence[torch.Tensor] = views_of(cpu_memory.to(self.device, non_blocking=True), layout)
         else:
-            if into.places != places:
+            if into.layout != layout:
                 raise NotReplayableError("the tensors of this step are not those that the memory was laid out for")
-            into.memory.copy_(host, non_blocking=True)
+            into.memory.copy_(cpu_memory, non_blocking=True)
             views = into.views
         self._buffers[self._turn].note_copy()
-        there = {id(tensor): view for tensor, view in zip(tensors, views, strict=True)}
-        return replace_tensors(value, lambda tensor: there.get(id(tensor), tensor))
+        view_of = {id(tensor): view for tensor, view in zip(tensors, views, strict=True)}
+        return replace_tensors(value, lambda tensor: view_of.get(id(tensor), tensor))
 
 
 class _HostBuffer:
@@ -82,10 +82,10 @@ class _HostBuffer:
         self._is_pinned = device.type == "cuda"
         self._copied = torch.cuda.Event() if self._is_pinned else None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._places: tuple[Place, ...] | None = None
+        self._layout: tuple[MemoryRange, ...] | None = None
         self._views: Sequence[torch.Tensor] = ()
 
-    def fill(self, tensors: Sequence[torch.Tensor], places: tuple[Place, ...], num_bytes: int) -> torch.Tensor:
+    def fill(self, tensors: Sequence[torch.Tensor], layout: tuple[MemoryRange, ...], num_bytes: int) -> torch.Tensor:
         """Write tensors to their places; return the memory, ``[num_bytes], uint8, host``."""
         if self._copied is not None:
             self._copied.synchronize()  # with a copy of two steps ago, which is usually done
@@ -93,9 +93,9 @@ class _HostBuffer:
             # Made outside of inference mode, so that a later step may write to it in either mode.
             with torch.inference_mode(False):
                 self._memory = torch.empty(2 * num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
-            self._places = None
-        if self._places != places:
-            self._places, self._views = places, views_of(self._memory, places)
+            self._layout = None
+        if self._layout != layout:
+            self._layout, self._views = layout, views_of(self._memory, layout)
         for view, tensor in zip(self._views, tensors, strict=True):
             view.copy_(tensor)
         return self._memory[:num_bytes]
@@ -111,38 +111,38 @@ class StagedMemory:
     """Memory on the device for the tensors of steps of equal shapes: each tensor always lies at the same address.
 
     Attributes:
-        places: Where each tensor lies.
+        layout: Where each tensor lies.
         memory: ``[num_bytes], uint8, device``.
         views: The tensors.
     """
 
-    places: tuple[Place, ...]
+    layout: tuple[MemoryRange, ...]
     memory: torch.Tensor
     views: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(cls, value: Any, device: torch.device) -> StagedMemory:
         """Return uninitialised memory for the tensors of a value that ``Staging.to_device`` takes."""
-        places, num_bytes = layout_of(host_tensors(value))
+        layout, num_bytes = layout_of(host_tensors(value))
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return cls(places, memory, tuple(views_of(memory, places)))
+        return cls(layout, memory, tuple(views_of(memory, layout)))
 
 
-def layout_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[Place, ...], int]:
+def layout_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[MemoryRange, ...], int]:
     """Return a place for each tensor, one after the other, and the bytes of all of them."""
-    places, end = [], 0
+    layout, end = [], 0
     for tensor in tensors:
-        places.append((tensor.shape, tensor.dtype, end))
+        layout.append((tensor.shape, tensor.dtype, end))
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return tuple(places), end
+    return tuple(layout), end
 
 
-def views_of(memory: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:
+def views_of(memory: torch.Tensor, layout: Sequence[MemoryRange]) -> list[torch.Tensor]:
     """Return the tensors that lie in memory of bytes, a multiple of the alignment."""
     # The memory is viewed once per dtype; consecutive tensors of one shape and dtype are made by one operation.
     as_dtype: dict[torch.dtype, torch.Tensor] = {}
     views: list[torch.Tensor] = []
-    for (shape, dtype), alike in itertools.groupby(places, itemgetter(0, 1)):
+    for (shape, dtype), alike in itertools.groupby(layout, itemgetter(0, 1)):
         starts = [start // dtype.itemsize for _, _, start in alike]
         if dtype not in as_dtype:
             as_dtype[dtype] = memory.view(dtype)

@@ -61,14 +61,14 @@ def state_step(
         device: Where the model runs.
         rollback: Where its rollback states lie; None if it has none.
     """
-    places = _Places(rows, num_computed, query_lens, table, spec, rollback)
-    in_rounds = places.in_rounds()
-    rounds = [_round(places, index, in_rounds, device) for index in range(places.num_rounds(in_rounds))]
-    return StateStep(tuple(rounds), tuple(_runs(places, np.flatnonzero(~in_rounds))))
+    locations = _StateLocations(rows, num_computed, query_lens, table, spec, rollback)
+    in_rounds = locations.in_rounds()
+    rounds = [_round(locations, index, in_rounds, device) for index in range(locations.num_rounds(in_rounds))]
+    return StateStep(tuple(rounds), tuple(_runs(locations, np.flatnonzero(~in_rounds))))
 
 
 @attrs.frozen(eq=False, slots=False)
-class _Places:
+class _StateLocations:
     """Where the states of a packed batch lie."""
 
     rows: IntArray
@@ -92,9 +92,9 @@ class _Places:
             return pages, positions % self.spec.states_per_block
         # Counted back from the block's last token, because that token's state must be in the block's own page.
         turns = (-1 - positions) % self.spec.block_size % (1 + self.rollback.num_states)
-        others = self.rollback.ids[rows, blocks].astype(np.int64)
-        others = np.where(others > 0, others + (turns - 1) * self.rollback.ids_per_state, 0)
-        return np.where(turns > 0, others, pages), np.zeros_like(positions)
+        rollback_pages = self.rollback.ids[rows, blocks].astype(np.int64)
+        rollback_pages = np.where(rollback_pages > 0, rollback_pages + (turns - 1) * self.rollback.ids_per_state, 0)
+        return np.where(turns > 0, rollback_pages, pages), np.zeros_like(positions)
 
     @property
     def num_states(self) -> int:
@@ -116,35 +116,39 @@ class _Places:
         return int(self.query_lens[in_rounds].max(initial=0))
 
 
-def _round(places: _Places, index: int, in_rounds: npt.NDArray[np.bool_], device: torch.device) -> StateRound:
+def _round(
+    locations: _StateLocations, index: int, in_rounds: npt.NDArray[np.bool_], device: torch.device
+) -> StateRound:
     """Return the round of the ``index``-th new token of each request that is computed in rounds and has that many."""
-    requests = np.flatnonzero(in_rounds & (places.query_lens > index))
-    positions = places.num_computed[requests] + index
-    sources, targets = places.after(requests, positions - 1), places.after(requests, positions)
+    requests = np.flatnonzero(in_rounds & (locations.query_lens > index))
+    positions = locations.num_computed[requests] + index
+    sources, targets = locations.after(requests, positions - 1), locations.after(requests, positions)
     # One copy to the device for all of it.
-    packed = np.stack([places.starts[requests] + index, *sources, *targets])
+    packed = np.stack([locations.starts[requests] + index, *sources, *targets])
     return StateRound(*torch.from_numpy(packed).to(device, non_blocking=True).unbind())
 
 
-def _runs(places: _Places, requests: IntArray) -> list[StateRun]:
+def _runs(locations: _StateLocations, requests: IntArray) -> list[StateRun]:
     """Return the runs of requests: each run ends with a block that has a page, or with the step."""
-    size = places.spec.block_size
-    begin, end = places.num_computed[requests], (places.num_computed + places.query_lens)[requests]
+    size = locations.spec.block_size
+    begin, end = locations.num_computed[requests], (locations.num_computed + locations.query_lens)[requests]
     num_blocks = (end - 1) // size - begin // size + 1
-    which = np.repeat(np.arange(len(requests)), num_blocks)
-    blocks = np.arange(len(which)) + (begin // size - np.cumsum(num_blocks) + num_blocks)[which]
-    stops = np.minimum((blocks + 1) * size, end[which])
-    pages, at = places.after(requests[which], stops - 1)
-    kept = (pages > 0) | (stops == end[which])
-    which, stops, pages, at = which[kept], stops[kept], pages[kept], at[kept]
-    is_first = np.diff(which, prepend=-1) > 0
-    starts = np.where(is_first, begin[which], np.roll(stops, 1))
-    source_pages, source_at = places.after(requests[which], np.maximum(starts - 1, 0))
-    to_row = (places.starts[requests] - begin)[which]
-    columns = (starts + to_row, stops + to_row, starts > 0, source_pages, source_at, pages, at)
+    request_indices = np.repeat(np.arange(len(requests)), num_blocks)
+    blocks = np.arange(len(request_indices)) + (begin // size - np.cumsum(num_blocks) + num_blocks)[request_indices]
+    stops = np.minimum((blocks + 1) * size, end[request_indices])
+    pages, state_indices = locations.after(requests[request_indices], stops - 1)
+    is_kept = (pages > 0) | (stops == end[request_indices])
+    request_indices, stops, pages, state_indices = (
+        column[is_kept] for column in (request_indices, stops, pages, state_indices)
+    )
+    is_first = np.diff(request_indices, prepend=-1) > 0
+    starts = np.where(is_first, begin[request_indices], np.roll(stops, 1))
+    source_pages, source_indices = locations.after(requests[request_indices], np.maximum(starts - 1, 0))
+    to_row = (locations.starts[requests] - begin)[request_indices]
+    columns = (starts + to_row, stops + to_row, starts > 0, source_pages, source_indices, pages, state_indices)
     return [
-        StateRun(start, stop, (source_page, source_place) if has_past else None, (page, place))
-        for start, stop, has_past, source_page, source_place, page, place in zip(
+        StateRun(start, stop, (source_page, source_index) if has_past else None, (page, state_index))
+        for start, stop, has_past, source_page, source_index, page, state_index in zip(
             *(column.tolist() for column in columns), strict=True
         )
     ]
@@ -159,8 +163,8 @@ def _pad_rounds(step: StateStep, num_rows: int, num_rounds: int) -> StateStep:
     for index in range(num_rounds):
         columns = torch.zeros(len(attrs.fields(StateRound)), num_rows, dtype=torch.int64)
         columns[0] = num_rows * num_rounds - 1
-        for each in step.rounds[index : index + 1]:
-            for column, values in zip(columns, attrs.astuple(each, recurse=False), strict=True):
+        for state_round in step.rounds[index : index + 1]:
+            for column, values in zip(columns, attrs.astuple(state_round, recurse=False), strict=True):
                 column[: len(values)] = values
         rounds.append(StateRound(*columns.unbind()))
     return StateStep(tuple(rounds), ())
@@ -216,13 +220,13 @@ class StateLayers(Mapping[str, StateLayer]):
         alike: dict[tuple[int, int], list[StateLayer]] = {}
         self._rollback: dict[int, tuple[int, int, int]] = {}
         for layer in self._layers.values():
-            group, *others = grouping.groups_of(layer.spec.name)
+            group, *rollback_groups = grouping.groups_of(layer.spec.name)
             alike.setdefault((group.index, layer.stored.states_per_block), []).append(layer)
-            for other in others:
+            for rollback_group in rollback_groups:
                 # The first dimension of every view is that of block ids.
                 pages = next(iter(layer.pages.values()))
                 ids_per_state = group.page_bytes // (pages.stride(0) * pages.element_size())
-                self._rollback[group.index] = (other.index, other.num_parts, ids_per_state)
+                self._rollback[group.index] = (rollback_group.index, rollback_group.num_parts, ids_per_state)
         self._alike = [(group, tuple(members)) for (group, _), members in alike.items()]
 
     def steps(self, batch: StepBatch | None, tables: BlockTables | None) -> list[StateStep]:
@@ -233,16 +237,16 @@ class StateLayers(Mapping[str, StateLayer]):
             tables: The block tables of all cache groups; None if there are no layers.
         """
         steps = []
-        for group, (first, *_) in self._alike:
+        for group, (layer, *_) in self._alike:
             assert batch is not None
             assert tables is not None
             rollback = None
             if group in self._rollback:
-                other, num_states, ids_per_state = self._rollback[group]
-                rollback = RollbackTable(tables[other].ids, num_states, ids_per_state)
+                rollback_group, num_states, ids_per_state = self._rollback[group]
+                rollback = RollbackTable(tables[rollback_group].ids, num_states, ids_per_state)
             steps.append(
                 state_step(
-                    batch.rows, batch.num_computed, batch.query_lens, tables[group].ids, first.stored, HOST, rollback
+                    batch.rows, batch.num_computed, batch.query_lens, tables[group].ids, layer.stored, HOST, rollback
                 )
             )
         return steps

@@ -64,50 +64,50 @@ def _lies_in(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 
-def refresh(kept: Any, fresh: Any, memory: torch.Tensor, what: str) -> None:
+def refresh(target: Any, source: Any, memory: torch.Tensor, label: str) -> None:
     """Write the values of a step's tensors into those of a captured step; host copies keep their captured values.
 
     Args:
-        kept: Tensors in attrs classes, dataclasses, tuples, lists and mappings.
-        fresh: The same of another step.
+        target: Tensors in attrs classes, dataclasses, tuples, lists and mappings.
+        source: The same of another step.
         memory: The captured memory; tensors in it have their values already.
-        what: What it is, for errors.
+        label: The name of the value, for errors.
 
     Raises:
         NotReplayableError: Anything but the values of tensors differs; batch metadata may count other tokens.
     """
-    if isinstance(kept, torch.Tensor) and isinstance(fresh, torch.Tensor):
-        if kept.shape != fresh.shape or kept.dtype != fresh.dtype or kept.device != fresh.device:
-            raise NotReplayableError(f"{what} was {_in_words(kept)} and is {_in_words(fresh)}")
-        if not _lies_in(kept, memory):
-            kept.copy_(fresh)
-        elif kept.data_ptr() != fresh.data_ptr() or kept.stride() != fresh.stride():
-            raise NotReplayableError(f"{what} is another tensor of the step than at the capture")
+    if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
+        if target.shape != source.shape or target.dtype != source.dtype or target.device != source.device:
+            raise NotReplayableError(f"{label} was {_in_words(target)} and is {_in_words(source)}")
+        if not _lies_in(target, memory):
+            target.copy_(source)
+        elif target.data_ptr() != source.data_ptr() or target.stride() != source.stride():
+            raise NotReplayableError(f"{label} is another tensor of the step than at the capture")
         return
-    if isinstance(kept, Mapping) and isinstance(fresh, Mapping):
-        if kept.keys() != fresh.keys():
-            raise NotReplayableError(f"{what} had {sorted(map(str, kept))} and has {sorted(map(str, fresh))}")
-        for key, value in kept.items():
-            refresh(value, fresh[key], memory, f"{what}[{key!r}]")
+    if isinstance(target, Mapping) and isinstance(source, Mapping):
+        if target.keys() != source.keys():
+            raise NotReplayableError(f"{label} had {sorted(map(str, target))} and has {sorted(map(str, source))}")
+        for key, value in target.items():
+            refresh(value, source[key], memory, f"{label}[{key!r}]")
         return
-    if type(kept) is not type(fresh):
-        raise NotReplayableError(f"{what} was of {type(kept).__name__} and is of {type(fresh).__name__}")
-    names = field_names(type(kept))
+    if type(target) is not type(source):
+        raise NotReplayableError(f"{label} was of {type(target).__name__} and is of {type(source).__name__}")
+    names = field_names(type(target))
     if names is not None:
-        counts = _COUNTS if isinstance(kept, CommonAttentionMetadata) else ()
+        counts = _COUNTS if isinstance(target, CommonAttentionMetadata) else ()
         for name in names:
             if name not in counts:
-                refresh(getattr(kept, name), getattr(fresh, name), memory, f"{type(kept).__name__}.{name}")
-    elif isinstance(kept, tuple | list):
-        if len(kept) != len(fresh):
-            raise NotReplayableError(f"{what} had {len(kept)} items and has {len(fresh)}")
-        for index, (one, other) in enumerate(zip(kept, fresh, strict=True)):
-            refresh(one, other, memory, f"{what}[{index}]")
-    elif isinstance(kept, np.ndarray):
-        if not np.array_equal(kept, fresh):
-            raise NotReplayableError(f"{what}, an array on the host, has other numbers")
-    elif kept is not fresh and kept != fresh:
-        raise NotReplayableError(f"{what} was {kept!r} and is {fresh!r}")
+                refresh(getattr(target, name), getattr(source, name), memory, f"{type(target).__name__}.{name}")
+    elif isinstance(target, tuple | list):
+        if len(target) != len(source):
+            raise NotReplayableError(f"{label} had {len(target)} items and has {len(source)}")
+        for index, (target_item, source_item) in enumerate(zip(target, source, strict=True)):
+            refresh(target_item, source_item, memory, f"{label}[{index}]")
+    elif isinstance(target, np.ndarray):
+        if not np.array_equal(target, source):
+            raise NotReplayableError(f"{label}, an array on the host, has other numbers")
+    elif target is not source and target != source:
+        raise NotReplayableError(f"{label} was {target!r} and is {source!r}")
 
 
 _COUNTS = ("num_actual_tokens", "num_generating")

@@ -67,8 +67,8 @@ class KVCacheStorage:
         item = dtype.itemsize
         num_ids = (self.pool.numel() - part_bytes) // self.plan.block_id_bytes + 1
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        whole = self.pool[: self.pool.numel() // item * item].view(dtype)
-        return whole.as_strided(
+        pool_items = self.pool[: self.pool.numel() // item * item].view(dtype)
+        return pool_items.as_strided(
             (num_ids, *shape), (self.plan.block_id_bytes // item, *strides), storage_offset=offset // item
         )
 
@@ -99,8 +99,8 @@ class KVCacheStorage:
             plan: The new plan; only the number of slabs differs.
             pool: The memory that was reserved for it.
         """
-        kept = min(plan.total_bytes, self.plan.total_bytes)
-        pool[:kept] = self.pool[:kept]
+        kept_bytes = min(plan.total_bytes, self.plan.total_bytes)
+        pool[:kept_bytes] = self.pool[:kept_bytes]
         memory = pool.untyped_storage()
         self.plan = plan
         self.pool.set_(memory, 0, (plan.total_bytes,), (1,))
@@ -125,17 +125,17 @@ class KVCacheStorage:
             for tensor in self.views[layer].values():
                 fill_pages(tensor, parts, value)
 
-    def copy_pages(self, group: int, block_ids: Sequence[int], others: Sequence[int]) -> None:
+    def copy_pages(self, group: int, block_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         """Copy pages of a group within the pool, in order and without further memory.
 
         Args:
             group: The pages' group.
             block_ids: The pages to copy.
-            others: As many pages to copy them to.
+            target_ids: As many pages to copy them to.
         """
         num_bytes, unit = self.plan.groups[group].page_bytes, self.plan.block_id_bytes
-        for page, other in zip(block_ids, others, strict=True):
-            self.pool.narrow(0, other * unit, num_bytes).copy_(self.pool.narrow(0, page * unit, num_bytes))
+        for page, target in zip(block_ids, target_ids, strict=True):
+            self.pool.narrow(0, target * unit, num_bytes).copy_(self.pool.narrow(0, page * unit, num_bytes))
 
     def poison(self) -> None:
         """Fill all pages but the null page with NaN, in every dtype of floats."""
@@ -252,14 +252,14 @@ class HostStorage:
         """Yield ``(byte in the pool, byte in the host store, bytes)`` of pages that follow each other in both."""
         unit, page_bytes = self._plan.block_id_bytes, self._plan.groups[group].page_bytes
         size = page_bytes // unit
-        first = 0
+        first_index = 0
         for index in range(1, len(block_ids) + 1):
             if index < len(block_ids):
                 step, host_step = block_ids[index] - block_ids[index - 1], host_ids[index] - host_ids[index - 1]
                 if step == host_step == size:
                     continue
-            yield block_ids[first] * unit, host_ids[first] * unit, (index - first) * page_bytes
-            first = index
+            yield block_ids[first_index] * unit, host_ids[first_index] * unit, (index - first_index) * page_bytes
+            first_index = index
 
     def _is_staged(self, group: int, num_pages: int) -> bool:
         """Return whether to copy through the buffer: there are several pages, and the buffer holds several."""
@@ -282,15 +282,15 @@ class HostStorage:
         page_bytes = self._plan.groups[group].page_bytes
         at_once = self._staging.nbytes // page_bytes
         ids = torch.tensor(block_ids, pin_memory=self._is_pinned).to(self._pool.device, non_blocking=self._is_pinned)
-        first = 0
+        first_index = 0
         for _, host_start, num_bytes in self._runs(group, host_ids, host_ids):
-            target, stop = host_start - self._plan.null_bytes, first + num_bytes // page_bytes
-            for index in range(first, stop, at_once):
+            target, stop = host_start - self._plan.null_bytes, first_index + num_bytes // page_bytes
+            for index in range(first_index, stop, at_once):
                 part = ids[index : min(index + at_once, stop)]
                 staged = self._staging[: len(part) * page_bytes // 8].view(len(part), -1)
                 yield part, self.bytes.narrow(0, target, staged.nbytes), staged
                 target += staged.nbytes
-            first = stop
+            first_index = stop
 
 
 def _flat(staged: torch.Tensor) -> torch.Tensor:

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 _COPIED = ("query_start_loc", "seq_lens", "generating_indices")
 
 
-def find_contradiction(metadata: CommonAttentionMetadata, given: CommonAttentionMetadata | None = None) -> str | None:
+def find_contradiction(metadata: CommonAttentionMetadata, source: CommonAttentionMetadata | None = None) -> str | None:
     """Return in one sentence how the numbers and host copies of metadata contradict each other; None if they do not.
 
     Takes a few operations on arrays of one number per request, and asks no device.
 
     Args:
         metadata: The metadata; ``find_misfit`` finds nothing.
-        given: What a wrapper made it of: what the wrapper left as it was is not checked. None to check everything.
+        source: The input of the wrapper that made it. What both have in common is not checked. None to check all.
     """
-    if given is None or not _same_rows(metadata, given):
+    if source is None or not _same_rows(metadata, source):
         problem = _find_wrong_rows(metadata)
         if problem is not None:
             return problem
-    if given is None or not _same_generating(metadata, given):
+    if source is None or not _same_generating(metadata, source):
         problem = _find_wrong_generating(metadata)
         if problem is not None:
             return problem
@@ -41,7 +41,7 @@ def find_contradiction(metadata: CommonAttentionMetadata, given: CommonAttention
         extension = metadata.extensions.get(name)
         if extension is None or extension.values_cpu is None:
             continue
-        if given is None or extension is not given.extensions.get(name):
+        if source is None or extension is not source.extensions.get(name):
             problem = find(metadata, extension.values_cpu.numpy())
             if problem is not None:
                 return problem
@@ -50,36 +50,36 @@ def find_contradiction(metadata: CommonAttentionMetadata, given: CommonAttention
 
 def find_wrong_tensor(
     metadata: CommonAttentionMetadata,
-    given: CommonAttentionMetadata | None = None,
+    source: CommonAttentionMetadata | None = None,
     num_block_ids: int | None = None,
 ) -> str | None:
     """Return in one sentence which tensor that kernels read is wrong; None if none is. Waits for their device.
 
     Args:
         metadata: The metadata; ``find_contradiction`` finds nothing.
-        given: What a wrapper made it of: tensors that the wrapper left as they were are not checked. None to check all.
+        source: The input of the wrapper that made it. Tensors of both are not checked. None to check all.
         num_block_ids: Pages that a block id may name; None if that is not known.
     """
     for name in _COPIED:
-        tensor, host = getattr(metadata, name), getattr(metadata, f"{name}_cpu")
-        if given is not None and tensor is getattr(given, name) and host is getattr(given, f"{name}_cpu"):
+        tensor, cpu_copy = getattr(metadata, name), getattr(metadata, f"{name}_cpu")
+        if source is not None and tensor is getattr(source, name) and cpu_copy is getattr(source, f"{name}_cpu"):
             continue
-        if tensor is host:
+        if tensor is cpu_copy:
             continue
         is_bound = name == "seq_lens" and not metadata.exact_lens
-        if (tensor.cpu() > host).any() if is_bound else (tensor.cpu() != host).any():
+        if (tensor.cpu() > cpu_copy).any() if is_bound else (tensor.cpu() != cpu_copy).any():
             return f"{name} is not what {name}_cpu says"
     for name, extension in metadata.extensions.items():
         tensor, copy = extension.values, extension.values_cpu
-        if given is not None and given.extensions.get(name) is extension:
+        if source is not None and source.extensions.get(name) is extension:
             continue
         if copy is not None and tensor is not copy and (tensor.cpu() != copy).any():
             return f"the extension {name!r} is not what it is on the host"
-    if given is None or metadata.block_table is not given.block_table:
+    if source is None or metadata.block_table is not source.block_table:
         problem = _find_wrong_id("block_table", metadata.block_table, num_block_ids)
         if problem is not None:
             return problem
-    if given is None or metadata.slot_mapping is not given.slot_mapping:
+    if source is None or metadata.slot_mapping is not source.slot_mapping:
         num_slots = None if num_block_ids is None else num_block_ids * metadata.block_size
         problem = _find_wrong_id("slot_mapping", metadata.slot_mapping, num_slots)
         if problem is not None:
@@ -90,35 +90,35 @@ def find_wrong_tensor(
     return None
 
 
-def find_foreign_id(metadata: CommonAttentionMetadata, given: CommonAttentionMetadata) -> str | None:
+def find_foreign_id(metadata: CommonAttentionMetadata, source: CommonAttentionMetadata) -> str | None:
     """Return in one sentence which block or slot of a wrapper's result its input does not have; None if there is none.
 
     Waits for their device, and takes time in proportion to the block tables.
 
     Args:
-        metadata: What the wrapper made.
-        given: What it made that of.
+        metadata: The wrapper's result.
+        source: Its input.
     """
     for name in ("block_table", "slot_mapping"):
-        there, before = getattr(metadata, name), getattr(given, name)
-        if there is before:
+        result_ids, input_ids = getattr(metadata, name), getattr(source, name)
+        if result_ids is input_ids:
             continue
-        foreign = set(there.unique().tolist()) - set(before.unique().tolist()) - {0}
+        foreign = set(result_ids.unique().tolist()) - set(input_ids.unique().tolist()) - {0}
         if foreign:
             return f"{name} names {min(foreign)}, which is none of those that the wrapper was given"
     return None
 
 
-def _same_rows(metadata: CommonAttentionMetadata, given: CommonAttentionMetadata) -> bool:
+def _same_rows(metadata: CommonAttentionMetadata, source: CommonAttentionMetadata) -> bool:
     return (
-        metadata.query_start_loc_cpu is given.query_start_loc_cpu
-        and metadata.seq_lens_cpu is given.seq_lens_cpu
-        and metadata.num_actual_tokens == given.num_actual_tokens
-        and metadata.max_query_len == given.max_query_len
-        and metadata.max_seq_len == given.max_seq_len
-        and metadata.causal == given.causal
-        and metadata.slot_mapping.shape == given.slot_mapping.shape
-        and metadata.block_table.shape == given.block_table.shape
+        metadata.query_start_loc_cpu is source.query_start_loc_cpu
+        and metadata.seq_lens_cpu is source.seq_lens_cpu
+        and metadata.num_actual_tokens == source.num_actual_tokens
+        and metadata.max_query_len == source.max_query_len
+        and metadata.max_seq_len == source.max_seq_len
+        and metadata.causal == source.causal
+        and metadata.slot_mapping.shape == source.slot_mapping.shape
+        and metadata.block_table.shape == source.block_table.shape
     )
 
 
@@ -153,19 +153,19 @@ def _find_wrong_rows(metadata: CommonAttentionMetadata) -> str | None:
             f"blocks of {capacity}"
         )
     if metadata.causal:
-        earlier = seq_lens - query_lens
-        if earlier.min() < 0:
-            row = earlier.argmin()
+        num_computed = seq_lens - query_lens
+        if num_computed.min() < 0:
+            row = num_computed.argmin()
             return f"request {row} has {query_lens[row]} new tokens, and seq_lens of it is {seq_lens[row]}"
     return None
 
 
-def _same_generating(metadata: CommonAttentionMetadata, given: CommonAttentionMetadata) -> bool:
+def _same_generating(metadata: CommonAttentionMetadata, source: CommonAttentionMetadata) -> bool:
     return (
-        metadata.generating_indices_cpu is given.generating_indices_cpu
-        and metadata.num_generating == given.num_generating
-        and metadata.num_actual_tokens == given.num_actual_tokens
-        and metadata.slot_mapping.shape == given.slot_mapping.shape
+        metadata.generating_indices_cpu is source.generating_indices_cpu
+        and metadata.num_generating == source.num_generating
+        and metadata.num_actual_tokens == source.num_actual_tokens
+        and metadata.slot_mapping.shape == source.slot_mapping.shape
     )
 
 

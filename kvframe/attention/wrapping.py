@@ -50,18 +50,21 @@ def apply_wrapper(
                 + ("it rejects it" if code == "rejected_field" else "it does not know this field"),
                 code=code,
             )
-    unknown = [name for name, each in metadata.extensions.items() if each.optional and name not in wrapper.extensions]
+    optional = {name for name, extension in metadata.extensions.items() if extension.optional}
+    unknown = optional - wrapper.extensions.keys()
     if unknown:
-        known = {name: each for name, each in metadata.extensions.items() if name not in unknown}
-        metadata = attrs.evolve(metadata, extensions=MappingProxyType(known))
+        known_extensions = {name: extension for name, extension in metadata.extensions.items() if name not in unknown}
+        metadata = attrs.evolve(metadata, extensions=MappingProxyType(known_extensions))
     for name in metadata.extensions:
         use = wrapper.extensions.get(name)
         if use is None or use is FieldUse.REJECT:
-            taken = ", ".join(sorted(name for name, use in wrapper.extensions.items() if use is not FieldUse.REJECT))
+            accepted_names = ", ".join(
+                sorted(name for name, use in wrapper.extensions.items() if use is not FieldUse.REJECT)
+            )
             raise WrapperError(
                 f"wrapper {wrapper.name!r} "
                 + ("does not know" if use is None else "rejects")
-                + f" the extension {name!r}; it takes {taken or 'none'}",
+                + f" the extension {name!r}; it takes {accepted_names or 'none'}",
                 code="unknown_extension" if use is None else "rejected_extension",
             )
     try:
@@ -115,16 +118,16 @@ def apply_chain(chain: Sequence[MetadataWrapper], metadata: CommonAttentionMetad
 
 
 def _find_changed(
-    wrapper: MetadataWrapper, given: CommonAttentionMetadata, wrapped: CommonAttentionMetadata
+    wrapper: MetadataWrapper, source: CommonAttentionMetadata, wrapped: CommonAttentionMetadata
 ) -> str | None:
     """Return a field that a wrapper declares to carry and does not; None if there is none."""
     names, values_of = _carried_fields(type(wrapper))
-    before, after = values_of(given), values_of(wrapped)
-    if all(map(is_, before, after)):
+    source_values, result_values = values_of(source), values_of(wrapped)
+    if all(map(is_, source_values, result_values)):
         return None
-    for name, one, other in zip(names, before, after, strict=True):
+    for name, source_value, result_value in zip(names, source_values, result_values, strict=True):
         # Tensors are carried as they are; equal numbers may be two objects.
-        if one is not other and not (isinstance(one, int) and one == other):
+        if source_value is not result_value and not (isinstance(source_value, int) and source_value == result_value):
             return name
     return None
 
@@ -134,8 +137,8 @@ def _carried_fields(
     wrapper_class: type[MetadataWrapper],
 ) -> tuple[tuple[str, ...], Callable[[CommonAttentionMetadata], tuple[Any, ...]]]:
     """Return the fields that such a wrapper carries, and a function that reads them from metadata."""
-    known = (field.name for field in attrs.fields(CommonAttentionMetadata) if field.name != "extensions")
-    names = tuple(name for name in known if wrapper_class.fields.get(name) is FieldUse.CARRY)
+    field_names = (field.name for field in attrs.fields(CommonAttentionMetadata) if field.name != "extensions")
+    names = tuple(name for name in field_names if wrapper_class.fields.get(name) is FieldUse.CARRY)
     # For fewer than two names, attrgetter does not return a tuple, so a field that no wrapper may change is added.
     return (*names, "block_size", "block_size"), attrgetter(*names, "block_size", "block_size")
 
@@ -180,41 +183,41 @@ class WrapperCall:
     def _num_block_ids(self) -> int | None:
         return None if self.pages is None else self.pages.shape[0]
 
-    def __call__(self, given: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    def __call__(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Apply the wrapper to a step.
 
         What it changed is checked: numbers and host copies always, the other tensors if they lie on the host. In an
         engine they do, unless an extension of the step lies on the device only.
 
         Args:
-            given: The step's metadata, or what another wrapper made of it.
+            metadata: The step's metadata, or what another wrapper made of it.
 
         Raises:
             WrapperError: As ``apply_wrapper`` raises it; or a tensor differs from its host copy, or a block id is too
                 large (``wrong_value``).
         """
-        made = apply_wrapper(self.wrapper, given, self.layers)
-        if made is not given and made.slot_mapping.is_cpu:
-            self._require(find_wrong_tensor(made, given, self._num_block_ids))
-        return made
+        result = apply_wrapper(self.wrapper, metadata, self.layers)
+        if result is not metadata and result.slot_mapping.is_cpu:
+            self._require(find_wrong_tensor(result, metadata, self._num_block_ids))
+        return result
 
-    def audit(self, given: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    def audit(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Apply the wrapper, and check everything on any device: waits for it, and takes time for each block id.
 
         Args:
-            given: The step's metadata, or what another wrapper made of it.
+            metadata: The step's metadata, or what another wrapper made of it.
 
         Raises:
             WrapperError: As a call raises it; or the wrapper wrote to its input, or its result has blocks or slots that
                 its input does not have.
         """
-        before = {name: tensor.clone() for name, tensor in _tensors(given).items()}
-        made = apply_wrapper(self.wrapper, given, self.layers)
-        written = [name for name, tensor in _tensors(given).items() if not torch.equal(tensor, before[name])]
-        self._require(f"it writes to {written[0]} of its input" if written else None)
-        if made is not given:
-            self._require(find_wrong_tensor(made, given, self._num_block_ids) or find_foreign_id(made, given))
-        return made
+        copies = {name: tensor.clone() for name, tensor in _tensors(metadata).items()}
+        result = apply_wrapper(self.wrapper, metadata, self.layers)
+        written_names = [name for name, tensor in _tensors(metadata).items() if not torch.equal(tensor, copies[name])]
+        self._require(f"it writes to {written_names[0]} of its input" if written_names else None)
+        if result is not metadata:
+            self._require(find_wrong_tensor(result, metadata, self._num_block_ids) or find_foreign_id(result, metadata))
+        return result
 
     def _require(self, problem: str | None) -> None:
         if problem is not None:
@@ -227,5 +230,9 @@ def _tensors(metadata: CommonAttentionMetadata) -> dict[str, torch.Tensor]:
     return {
         **{name: value for name, value in fields.items() if isinstance(value, torch.Tensor)},
         **{name: extension.values for name, extension in extensions},
-        **{f"{name} on the host": each.values_cpu for name, each in extensions if each.values_cpu is not None},
+        **{
+            f"{name} on the host": extension.values_cpu
+            for name, extension in extensions
+            if extension.values_cpu is not None
+        },
     }

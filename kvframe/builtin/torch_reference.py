@@ -46,11 +46,11 @@ def attended_tokens(spec: KVCacheSpec, position: int, seq_len: int, causal: bool
         return list(range(seq_start, seq_len))
     if mask is not None and mask.window is not None and mask.lookahead is not None:
         return list(range(max(seq_start, position + 1 - mask.window), min(seq_len, position + 1 + mask.lookahead)))
-    seen = [token for start, stop in spec.live_ranges(position) for token in range(start, stop)] + [position]
+    tokens = [token for start, stop in spec.live_ranges(position) for token in range(start, stop)] + [position]
     if spec.is_sparse:
         assert spec.mask_function is not None
-        seen = [token for token in seen if spec.mask_function(position, token)]
-    return [token for token in seen if token >= seq_start]
+        tokens = [token for token in tokens if spec.mask_function(position, token)]
+    return [token for token in tokens if token >= seq_start]
 
 
 def attend(
@@ -100,8 +100,10 @@ class ReferenceBuilder(AttentionMetadataBuilder):
     def build(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return the step; a host may overwrite its own buffers before the layers run."""
         extensions = {
-            name: attrs.evolve(each, values_cpu=None if each.values_cpu is None else each.values_cpu.clone())
-            for name, each in metadata.extensions.items()
+            name: attrs.evolve(
+                extension, values_cpu=None if extension.values_cpu is None else extension.values_cpu.clone()
+            )
+            for name, extension in metadata.extensions.items()
         }
         return attrs.evolve(
             metadata,
@@ -174,9 +176,9 @@ class TorchReferenceBackend(AttentionBackend):
         if layer.query.alibi_slopes is not None:
             slopes = torch.tensor(layer.query.alibi_slopes, dtype=compute_dtype, device=query.device)
         # For each query, the chosen positions of each chooser. Without choices, one chooser takes all that is seen.
-        chosen = None if more is None else more.chosen
-        choices = None if chosen is None else chosen.positions().tolist()
-        num_choosers = 1 if chosen is None else chosen.indices.shape[1]
+        chosen_tokens = None if more is None else more.chosen
+        choices = None if chosen_tokens is None else chosen_tokens.positions().tolist()
+        num_choosers = 1 if chosen_tokens is None else chosen_tokens.indices.shape[1]
         for request in range(metadata.num_reqs):
             seq_len = int(metadata.seq_lens_cpu[request])
             num_new = starts[request + 1] - starts[request]
@@ -187,8 +189,8 @@ class TorchReferenceBackend(AttentionBackend):
                     tokens += range(position + 1, range_ends[starts[request] + i])
                 row = starts[request] + i
                 for chooser in range(num_choosers):
-                    read = tokens if choices is None else [t for t in tokens if t in set(choices[row][chooser])]
-                    positions = torch.tensor(read, dtype=torch.int64, device=query.device)
+                    read_tokens = tokens if choices is None else [t for t in tokens if t in set(choices[row][chooser])]
+                    positions = torch.tensor(read_tokens, dtype=torch.int64, device=query.device)
                     blocks = metadata.block_table[request, positions // metadata.block_size].long()
                     offsets = positions % metadata.block_size
                     heads = _share(query.shape[1], num_choosers, chooser)

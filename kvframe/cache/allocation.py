@@ -39,9 +39,9 @@ class SharedBlocks:
     def blocks_to_copy(self, rows: Rows) -> WrittenBlocks:
         """Return the shared blocks that rows are about to write; the last row that references a page needs no copy."""
         num_leaving: Counter[int] = Counter()
-        found: WrittenBlocks = {}
+        written_blocks: WrittenBlocks = {}
         for row in rows.tolist():
-            for group in self._kinds.of_tokens if row in self.rows else ():
+            for group in self._kinds.token_groups if row in self.rows else ():
                 block, num_written = divmod(self._numbers.num_computed.item(row), group.block_size)
                 if not num_written:
                     continue
@@ -49,21 +49,23 @@ class SharedBlocks:
                 page = int(ids[0])
                 if page and self._pool.reference_counts(ids)[0] - num_leaving[page] > 1:
                     num_leaving[page] += 1
-                    found.setdefault(group.index, []).append((row, block, page))
-        return found
+                    written_blocks.setdefault(group.index, []).append((row, block, page))
+        return written_blocks
 
-    def copy(self, shared: WrittenBlocks, copies: Sequence[BlockIds], taken: BlockIds, counts: Sequence[int]) -> None:
-        """Copy shared pages to each group's ``copies``; if that fails, release ``taken``, all new pages by group."""
+    def copy(
+        self, written_blocks: WrittenBlocks, copies: Sequence[BlockIds], new_pages: BlockIds, counts: Sequence[int]
+    ) -> None:
+        """Copy shared pages to each group's ``copies``; if that fails, release ``new_pages``, those of all groups."""
         try:
-            for (group, blocks), of_group in zip(shared.items(), copies, strict=True):
-                self._copier(group, [page for _, _, page in blocks], of_group[0].tolist())
+            for (group, blocks), group_copies in zip(written_blocks.items(), copies, strict=True):
+                self._copier(group, [page for _, _, page in blocks], group_copies[0].tolist())
         except BaseException:
-            self._pool.release_blocks(taken, np.repeat(np.arange(len(counts)), counts))
+            self._pool.release_blocks(new_pages, np.repeat(np.arange(len(counts)), counts))
             raise
 
-    def release_copied(self, shared: WrittenBlocks, rows: Rows) -> None:
+    def release_copied(self, written_blocks: WrittenBlocks, rows: Rows) -> None:
         """Release the pages that were copied: these rows no longer share a block."""
-        for group, blocks in shared.items():
+        for group, blocks in written_blocks.items():
             self._pool.release_blocks(np.array([page for _, _, page in blocks], dtype=np.int32), group)
         self.rows.difference_update(rows.tolist())
 
@@ -92,13 +94,13 @@ class _NewBlocks(NamedTuple):
     rows: Rows
     blocks: Counts
 
-    def take(self, starts: list[int], taken: BlockIds) -> BlockIds:
+    def take(self, starts: list[int], new_pages: BlockIds) -> BlockIds:
         """Take ``[num_groups, n]`` pages from where each group's pages start, and advance the starts."""
-        first, count = starts[self.part.groups], len(self.blocks)
-        starts[self.part.groups] = [start + count for start in first]
-        if first[-1] - first[0] == count * (len(first) - 1):
-            return taken[first[0] : first[-1] + count].reshape(len(first), count)
-        return np.stack([taken[start : start + count] for start in first])
+        group_starts, count = starts[self.part.groups], len(self.blocks)
+        starts[self.part.groups] = [start + count for start in group_starts]
+        if group_starts[-1] - group_starts[0] == count * (len(group_starts) - 1):
+            return new_pages[group_starts[0] : group_starts[-1] + count].reshape(len(group_starts), count)
+        return np.stack([new_pages[start : start + count] for start in group_starts])
 
     def write(self, pages: BlockIds) -> None:
         """Put pages into the block tables, and record them."""
@@ -120,42 +122,43 @@ class BlockAllocator:
         numbers: RowNumbers,
         pool: BlockPool,
         row_pages: Sequence[BlockIds] | None,
-        shared: SharedBlocks | None,
+        shared_blocks: SharedBlocks | None,
     ) -> None:
-        self._kinds, self._numbers, self._pool, self._shared = kinds, numbers, pool, shared
+        self._kinds, self._numbers, self._pool, self._shared_blocks = kinds, numbers, pool, shared_blocks
         self._tables, self._max_tokens = kinds.tables, kinds.plan.max_model_len
         sparse = {group.index: group.answers for group in kinds.sparse}
 
-        def part_of(stack: TableStack, first: int, last: int) -> _Part:
+        def part_of(stack: TableStack, first_group: int, last_group: int) -> _Part:
             pages = None
             if row_pages is not None and stack in kinds.stacks:
                 pages = row_pages[kinds.stacks.index(stack)]
-            groups, places = slice(first, last + 1), slice(stack.groups.index(first), stack.groups.index(last) + 1)
+            groups = slice(first_group, last_group + 1)
+            indices = slice(stack.groups.index(first_group), stack.groups.index(last_group) + 1)
             return _Part(
                 groups=groups,
                 block_size=stack.block_size,
-                ids=stack.ids[places],
-                row_pages=None if pages is None or pages is stack.ids else pages[places],
+                ids=stack.ids[indices],
+                row_pages=None if pages is None or pages is stack.ids else pages[indices],
                 num_blocks=numbers.num_blocks[groups],
-                answers=sparse.get(first),
+                answers=sparse.get(first_group),
             )
 
         self._part_of = {group: part_of(stack, group, group) for stack in self._tables.stacks for group in stack.groups}
         self._parts: list[_Part] = []
         for stack in kinds.stacks:
-            first, last = stack.groups[0], stack.groups[-1]
-            if last - first < len(stack.groups) and sparse.keys().isdisjoint(stack.groups):
-                self._parts.append(part_of(stack, first, last))
+            first_group, last_group = stack.groups[0], stack.groups[-1]
+            if last_group - first_group < len(stack.groups) and sparse.keys().isdisjoint(stack.groups):
+                self._parts.append(part_of(stack, first_group, last_group))
             else:
                 self._parts += [self._part_of[group] for group in stack.groups]
-        is_lone = kinds.is_plain and not kinds.asked and len(self._parts) == 1
+        is_lone = kinds.is_plain and not kinds.asked_answers and len(self._parts) == 1
         self._lone = self._parts[0] if is_lone else None
 
     def could_allocate(self, row: int, num_tokens: int) -> bool:
         """Return whether the pool has all pages that a row takes up to ``num_tokens`` tokens."""
         lacking = [0] * len(self._tables)
         start = max(self._numbers.num_computed.item(row), num_tokens - self._kinds.plan.max_num_batched_tokens)
-        for group in self._kinds.of_tokens:
+        for group in self._kinds.token_groups:
             num_held = np.count_nonzero(
                 self._tables[group.index].ids[row, : self._numbers.num_blocks.item(group.index, row)]
             )
@@ -163,8 +166,8 @@ class BlockAllocator:
             if group.index in self._kinds.budgets and group.index not in self._numbers.states[row].first_tokens:
                 num_needed += num_moved_blocks(group.spec, num_tokens)
             lacking[group.index] = max(0, num_needed - int(num_held))
-        for each in self._numbers.states[row].inputs:
-            lacking[each.group] = each.num_blocks - self._numbers.num_blocks.item(each.group, row)
+        for blocks in self._numbers.states[row].inputs:
+            lacking[blocks.group] = blocks.num_blocks - self._numbers.num_blocks.item(blocks.group, row)
         return self._pool.free_list.can_take(lacking)
 
     def note_capacity(self, rows: Rows) -> None:
@@ -179,19 +182,19 @@ class BlockAllocator:
                 has_page = part.ids[0, rows, np.minimum(current, part.ids.shape[2] - 1)] != 0
                 covered = (current + 1) * part.block_size * has_page
             capacity = np.minimum(capacity, covered)
-        for answers in self._kinds.asked:  # not beyond the first token with a wrong answer
-            most = int(np.maximum.reduce(capacity))
-            if (num_right := answers.num_right(most)) < most:
+        for answers in self._kinds.asked_answers:  # not beyond the first token with a wrong answer
+            max_capacity = int(np.maximum.reduce(capacity))
+            if (num_right := answers.num_right(max_capacity)) < max_capacity:
                 capacity = np.minimum(capacity, num_right)
         numbers.capacity[rows] = capacity
-        for row in rows.tolist() if self._kinds.of_inputs else ():
-            if numbers.states[row].missing:
+        for row in rows.tolist() if self._kinds.input_groups else ():
+            if numbers.states[row].missing_inputs:
                 numbers.capacity[row] = -1
 
     def allocate_for_row(self, row: int, num_tokens: int) -> bool:
         """Do what ``allocate_for_rows`` does for one row; if there is one part, in a third of the time."""
         part = self._lone
-        if part is None or (self._shared is not None and row in self._shared.rows):
+        if part is None or (self._shared_blocks is not None and row in self._shared_blocks.rows):
             return self.allocate_for_rows(np.array([row]), np.array([num_tokens])) is not None
         numbers, need = self._numbers, -(-num_tokens // part.block_size)
         have = numbers.num_blocks.item(0, row)
@@ -215,86 +218,91 @@ class BlockAllocator:
         Of a single row, ``gaps`` are per group the indices of blocks that it has and that have no page. Return the
         pages of the gaps, per group; None, and nothing changed, if the pool has too few pages.
         """
-        for answers in self._kinds.asked:
+        for answers in self._kinds.asked_answers:
             answers.check(int(np.maximum.reduce(num_tokens)))
-        new, num_blocks = [], []
+        new_blocks, num_blocks = [], []
         for part in self._parts:
             have = part.num_blocks[0][rows]
             need = np.maximum(have, (num_tokens + (part.block_size - 1)) // part.block_size)
             if part.answers is None:
-                new.append(self._dense_blocks(part, rows, have, need))
+                new_blocks.append(self._dense_blocks(part, rows, have, need))
             else:
-                of_gaps = gaps[part.groups.start] if gaps else ()
-                new.append(self._sparse_blocks(part, part.answers, rows, num_tokens, need, of_gaps))
+                group_gaps = gaps[part.groups.start] if gaps else ()
+                new_blocks.append(self._sparse_blocks(part, part.answers, rows, num_tokens, need, group_gaps))
             num_blocks.append(need)
-        if self._kinds.of_inputs:
-            new += self._blocks_of_inputs(rows)
-        shared = self._shared.blocks_to_copy(rows) if self._shared is not None and self._shared.rows else {}
-        first_shared = len(new)
-        for group, blocks in shared.items():
+        if self._kinds.input_groups:
+            new_blocks += self._blocks_of_inputs(rows)
+        shared_blocks = self._shared_blocks
+        written_blocks = shared_blocks.blocks_to_copy(rows) if shared_blocks is not None and shared_blocks.rows else {}
+        first_shared = len(new_blocks)
+        for group, blocks in written_blocks.items():
             rows_of, indices, _ = np.array(blocks).T
-            new.append(_NewBlocks(self._part_of[group], rows_of, indices))
-        first_gaps = len(new)
-        new += [self._blocks_in(index, int(rows[0]), of_group) for index, of_group in enumerate(gaps)]
+            new_blocks.append(_NewBlocks(self._part_of[group], rows_of, indices))
+        first_gaps = len(new_blocks)
+        new_blocks += [self._blocks_in(index, int(rows[0]), group_blocks) for index, group_blocks in enumerate(gaps)]
 
         counts = [0] * len(self._tables)
-        for each in new:
-            counts[each.part.groups] = [count + len(each.blocks) for count in counts[each.part.groups]]
-        taken = self._pool.allocate_blocks(counts)
-        if taken is None:
+        for part_blocks in new_blocks:
+            groups = part_blocks.part.groups
+            counts[groups] = [count + len(part_blocks.blocks) for count in counts[groups]]
+        new_pages = self._pool.allocate_blocks(counts)
+        if new_pages is None:
             return None
         starts = [*accumulate(counts, initial=0)]
-        pages = [each.take(starts, taken) for each in new]
-        if self._shared is not None and shared:
-            self._shared.copy(shared, pages[first_shared:first_gaps], taken, counts)
-        for each, given in zip(new, pages, strict=True):
-            each.write(given)
+        pages = [part_blocks.take(starts, new_pages) for part_blocks in new_blocks]
+        if shared_blocks is not None and written_blocks:
+            shared_blocks.copy(written_blocks, pages[first_shared:first_gaps], new_pages, counts)
+        for part_blocks, part_pages in zip(new_blocks, pages, strict=True):
+            part_blocks.write(part_pages)
         for part, need in zip(self._parts, num_blocks, strict=True):
             part.num_blocks[:, rows] = need
-        for row in rows.tolist() if self._kinds.of_inputs else ():
-            for of_input in self._numbers.states[row].inputs:
-                self._numbers.num_blocks[of_input.group, row] = of_input.num_blocks
-        if self._shared is not None and self._shared.rows:
-            self._shared.release_copied(shared, rows)
+        for row in rows.tolist() if self._kinds.input_groups else ():
+            for input_blocks in self._numbers.states[row].inputs:
+                self._numbers.num_blocks[input_blocks.group, row] = input_blocks.num_blocks
+        if shared_blocks is not None and shared_blocks.rows:
+            shared_blocks.release_copied(written_blocks, rows)
         self.note_capacity(rows)
-        return [of_group[0] for of_group in pages[first_gaps:]]
+        return [group_blocks[0] for group_blocks in pages[first_gaps:]]
 
     def _dense_blocks(self, part: _Part, rows: Rows, have: Counts, need: Counts) -> _NewBlocks:
         """Return the blocks that rows lack in groups that store every block: those from ``have`` to ``need``."""
-        added = need - have
-        (lacking,) = added.nonzero()
+        num_lacking = need - have
+        (lacking,) = num_lacking.nonzero()
         if len(lacking) < len(rows):
-            rows, have, added = rows[lacking], have[lacking], added[lacking]
-        if not len(rows) or np.maximum.reduce(added) == 1:
+            rows, have, num_lacking = rows[lacking], have[lacking], num_lacking[lacking]
+        if not len(rows) or np.maximum.reduce(num_lacking) == 1:
             return _NewBlocks(part, rows, have)
-        blocks = np.arange(added.sum()) - (added.cumsum() - added - have).repeat(added)
-        return _NewBlocks(part, rows.repeat(added), blocks)
+        blocks = np.arange(num_lacking.sum()) - (num_lacking.cumsum() - num_lacking - have).repeat(num_lacking)
+        return _NewBlocks(part, rows.repeat(num_lacking), blocks)
 
     def _sparse_blocks(
         self, part: _Part, answers: Answers, rows: Rows, num_tokens: Counts, need: Counts, gaps: Sequence[int]
     ) -> _NewBlocks:
         """Return the blocks that rows lack in a group that stores few blocks, but not the gaps."""
         ids, size, num_computed = part.ids[0], part.block_size, self._numbers.num_computed[rows]
-        first, last = num_computed // size, need - 1
+        first_block, last_block = num_computed // size, need - 1
         # While the tokens stay within a block that has a page, the row lacks nothing.
-        is_asked = (num_computed < num_tokens) & ((first < last) | (ids[rows, np.minimum(first, last)] == 0))
-        found_rows: list[int] = []
-        found_blocks: list[int] = []
+        is_asked = (num_computed < num_tokens) & (
+            (first_block < last_block) | (ids[rows, np.minimum(first_block, last_block)] == 0)
+        )
+        lacking_rows: list[int] = []
+        lacking_blocks: list[int] = []
         for row, start, stop in zip(
             rows[is_asked].tolist(), num_computed[is_asked].tolist(), num_tokens[is_asked].tolist(), strict=True
         ):
             block = start // size
             # A block that the tokens begin is stored if it is live after them: most decodes need not ask for it.
             if stop <= (block + 1) * size and (live := answers.live_blocks(stop)) and live[-1][1] > block:
-                stored: Iterable[int] = (block,)
+                stored_blocks: Iterable[int] = (block,)
             else:
                 branch = self._where_others_continue(row, start, stop)
-                stored = chain(*[range(*each) for each in answers.stored_blocks(start, stop - start, branch)])
-            for block in stored:
+                ranges = answers.stored_blocks(start, stop - start, branch)
+                stored_blocks = chain.from_iterable(range(*block_range) for block_range in ranges)
+            for block in stored_blocks:
                 if not ids[row, block] and block not in gaps:
-                    found_rows.append(row)
-                    found_blocks.append(block)
-        return _NewBlocks(part, np.array(found_rows, dtype=np.int64), np.array(found_blocks, dtype=np.int64))
+                    lacking_rows.append(row)
+                    lacking_blocks.append(block)
+        return _NewBlocks(part, np.array(lacking_rows, dtype=np.int64), np.array(lacking_blocks, dtype=np.int64))
 
     def _where_others_continue(self, row: int, num_computed: int, num_tokens: int) -> int:
         """Return after which token a later request may continue: at the end of a prefix that an earlier one has too.
@@ -308,12 +316,14 @@ class BlockAllocator:
         """Return the blocks of rows' inputs that are not computed."""
         states = ((row, self._numbers.states[row]) for row in rows.tolist())
         return [
-            self._blocks_in(each.group, row, range(self._numbers.num_blocks.item(each.group, row), each.num_blocks))
+            self._blocks_in(
+                blocks.group, row, range(self._numbers.num_blocks.item(blocks.group, row), blocks.num_blocks)
+            )
             for row, state in states
-            for each in state.inputs
-            if each.sequence in state.missing
+            for blocks in state.inputs
+            if blocks.sequence in state.missing_inputs
         ]
 
     def _blocks_in(self, group: int, row: int, blocks: Iterable[int]) -> _NewBlocks:
-        found = np.fromiter(blocks, dtype=np.int64)
-        return _NewBlocks(self._part_of[group], np.full(len(found), row), found)
+        indices = np.fromiter(blocks, dtype=np.int64)
+        return _NewBlocks(self._part_of[group], np.full(len(indices), row), indices)

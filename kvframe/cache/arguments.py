@@ -48,18 +48,18 @@ def check_name(request_id: object) -> None:
         raise RequestError(f"a request's name is a string, not {safe_repr(request_id)}", code="bad_id")
 
 
-def check_count(what: str, given: Any, least: int = 0) -> int:
-    """Return a whole number as an ``int``; refuse any other value, and one below ``least`` (``bad_count``)."""
-    is_number = isinstance(given, int | np.integer) and not isinstance(given, bool)
-    if not is_number or given < least:
-        raise RequestError(f"{what} must be a whole number of at least {least}, not {safe_repr(given)}", "bad_count")
-    return int(given)
+def check_count(name: str, value: Any, minimum: int = 0) -> int:
+    """Return a whole number as an ``int``; refuse any other value, and one below ``minimum`` (``bad_count``)."""
+    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_number or value < minimum:
+        raise RequestError(f"{name} must be a whole number of at least {minimum}, not {safe_repr(value)}", "bad_count")
+    return int(value)
 
 
-def check_num_tokens(given: Any, most: int) -> None:
+def check_num_tokens(num_tokens: Any, max_tokens: int) -> None:
     """Refuse a number of first tokens that is not a whole number (``bad_count``), or is too large (``too_long``)."""
-    if check_count("num_tokens", given) > most:
-        raise too_many_tokens(given, most)
+    if check_count("num_tokens", num_tokens) > max_tokens:
+        raise too_many_tokens(num_tokens, max_tokens)
 
 
 def check_sequence(token_ids: Any) -> None:
@@ -72,54 +72,56 @@ def check_sequence(token_ids: Any) -> None:
             )
 
 
-def check_tokens(token_ids: Any, most: int, least: int = 1) -> None:
+def check_tokens(token_ids: Any, max_tokens: int, min_tokens: int = 1) -> None:
     """Refuse a value that is no sequence (``bad_token``), is too short (``empty_prompt``) or too long."""
     check_sequence(token_ids)
-    if len(token_ids) < least:
+    if len(token_ids) < min_tokens:
         raise RequestError("there are no tokens; give at least one", code="empty_prompt")
-    if len(token_ids) > most:
-        raise too_many_tokens(len(token_ids), most)
+    if len(token_ids) > max_tokens:
+        raise too_many_tokens(len(token_ids), max_tokens)
 
 
 def check_inputs(inputs: Mapping[str, InputSequence], max_input_lens: Mapping[str, int]) -> None:
     """Raise for a value that is not a mapping of ``InputSequence`` (``bad_input``), or for inputs that are too long."""
     if not isinstance(inputs, Mapping) or not all(
-        isinstance(name, str) and isinstance(given, InputSequence) for name, given in inputs.items()
+        isinstance(name, str) and isinstance(sequence, InputSequence) for name, sequence in inputs.items()
     ):
         raise RequestError(
             f"inputs must be a mapping of names to InputSequences, not {safe_repr(inputs)}", code="bad_input"
         )
-    for name, given in inputs.items():
-        if name in max_input_lens and given.num_tokens > max_input_lens[name]:
+    for name, sequence in inputs.items():
+        if name in max_input_lens and sequence.num_tokens > max_input_lens[name]:
             raise RequestError(
-                f"the input {name!r} has {given.num_tokens} tokens, but the plan is for {max_input_lens[name]} at "
+                f"the input {name!r} has {sequence.num_tokens} tokens, but the plan is for {max_input_lens[name]} at "
                 f"most; give fewer, or plan with a greater max_input_lens[{name!r}]",
                 code="input_too_long",
             )
 
 
 def check_copies(copies: Any, is_needed: Sequence[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.int64]]:
-    """Return the places of a prefix's blocks per group, 0 for none, as arrays; refuse wrong ones (``bad_copies``).
+    """Return the indices of the copies of a prefix's blocks, an array per group; refuse wrong ones (``bad_copies``).
 
-    ``is_needed`` says per group, ``[num_blocks], bool, host``, which blocks need a place.
+    An index is 0 for a block without a copy.
+    ``is_needed`` says per group, ``[num_blocks], bool, host``, which blocks need a copy.
     """
     try:
-        if not all(isinstance(copy, int) for of_group in copies for copy in of_group):
+        if not all(isinstance(copy, int) for group_indices in copies for copy in group_indices):
             raise TypeError
-        places = [np.array(of_group, dtype=np.int64) for of_group in copies]
+        indices = [np.array(group_indices, dtype=np.int64) for group_indices in copies]
         is_right = all(
-            (of_group >= 0).all() and of_group[needed].all() for of_group, needed in zip(places, is_needed, strict=True)
+            (group_indices >= 0).all() and group_indices[mask].all()
+            for group_indices, mask in zip(indices, is_needed, strict=True)
         )
     except (TypeError, ValueError, IndexError, OverflowError):
         is_right = False
     if not is_right:
-        num_blocks = ", ".join(str(len(needed)) for needed in is_needed)
+        num_blocks = ", ".join(str(len(mask)) for mask in is_needed)
         raise RequestError(
             f"the copies {safe_repr(copies)} are refused: give a list for each group, of {num_blocks} whole numbers, "
             "one for each block, from 1 on for the blocks that a request needs to continue",
             code="bad_copies",
         )
-    return places
+    return indices
 
 
 class TableRows:
@@ -130,7 +132,7 @@ class TableRows:
         self.free = list(range(num_rows - 1, -1, -1))
         self._is_taken = np.zeros(num_rows, dtype=np.int64)
         # Single numbers are written several times as fast in this.
-        self._taken = self._is_taken.data
+        self._taken_flags = self._is_taken.data
         # A host gives the same rows in most steps: they are not checked again until a row is taken or freed.
         self._checked: tuple[Any, bytes] | None = None
 
@@ -146,21 +148,21 @@ class TableRows:
 
     def take(self) -> None:
         """Take the next free row."""
-        self._taken[self.free.pop()], self._checked = 1, None
+        self._taken_flags[self.free.pop()], self._checked = 1, None
 
     def release(self, row: int) -> None:
         """Make a row free again."""
         self.free.append(row)
-        self._taken[row], self._checked = 0, None
+        self._taken_flags[row], self._checked = 0, None
 
     def check(self, rows: Any, counts: Any) -> None:
         """Refuse rows that do not belong to requests, rows given twice, and counts of another number (``bad_rows``)."""
         try:
-            named = rows.dtype, rows.tobytes()
+            fingerprint = rows.dtype, rows.tobytes()
             is_right = rows.ndim == counts.ndim == 1 and len(rows) == len(counts) and counts.dtype.kind == "i"
-            if is_right and named != self._checked:
+            if is_right and fingerprint != self._checked:
                 is_right = not np.count_nonzero(np.bincount(rows, minlength=self._num_rows) > self._is_taken)
-                self._checked = named if is_right else None
+                self._checked = fingerprint if is_right else None
         except (AttributeError, TypeError, ValueError, MemoryError):  # no arrays, no whole numbers, or too large ones
             is_right = False
         if not is_right:
@@ -171,10 +173,10 @@ class TableRows:
             )
 
 
-def too_many_tokens(num_tokens: int, most: int) -> RequestError:
+def too_many_tokens(num_tokens: int, max_tokens: int) -> RequestError:
     """Return the error of a request for more tokens than the plan's longest request has (``too_long``)."""
     return RequestError(
-        f"blocks for {safe_repr(num_tokens)} tokens were asked for, but the plan is for requests of {most} at most; "
-        "ask for fewer, or plan with a greater max_model_len",
+        f"blocks for {safe_repr(num_tokens)} tokens were asked for, but the plan is for requests of {max_tokens} at "
+        "most; ask for fewer, or plan with a greater max_model_len",
         code="too_long",
     )

@@ -29,34 +29,37 @@ def pages_in(tables: BlockTables) -> BlockIds:
 
 
 def audit_rows(
-    tables: BlockTables, free: Sequence[int], taken: Sequence[int], num_blocks: Counts, num_computed: Counts
+    tables: BlockTables, free: Sequence[int], taken_rows: Sequence[int], num_blocks: Counts, num_computed: Counts
 ) -> None:
     """Check that every row is free or belongs to one request, and that no page is in a column that is not in use."""
     rows = list(free)
-    _require(len(free) + len(taken) == len(num_computed), "rows were lost, or came from nowhere")
-    _require(len({*free, *taken}) == len(num_computed), "a row is free and a request's, or two requests'")
+    _require(len(free) + len(taken_rows) == len(num_computed), "rows were lost, or came from nowhere")
+    _require(len({*free, *taken_rows}) == len(num_computed), "a row is free and a request's, or two requests'")
     _require(not num_blocks[:, rows].any() and not num_computed[rows].any(), "a free row has blocks or tokens")
     for group, table in enumerate(tables):
         is_after = np.arange(table.ids.shape[1]) >= num_blocks[group][:, None]
         _require(not (table.ids != 0)[is_after].any(), "a row names a page after its last block")
 
 
-def audit_pool(pool: BlockPool, plan: KVCachePlan, held: BlockIds) -> None:
-    """Check that a pool's pages are free, held (as often in ``held`` as they have holders) or cached, and counted."""
+def audit_pool(pool: BlockPool, plan: KVCachePlan, held_blocks: BlockIds) -> None:
+    """Check that a pool's pages are free, held or cached, and counted.
+
+    ``held_blocks`` names each page as often as it has holders.
+    """
     pages, free = pool.free_list.all_blocks(), pool.free_list.free_blocks()
     # Different pages are at least as far apart as the smallest page is long.
     apart = max(1, min((group.page_bytes for group in plan.groups), default=1) // plan.block_id_bytes)
-    places = pages // apart
-    num_places = int(places.max(initial=0)) + 1
-    num_holders = np.bincount(held // apart, minlength=num_places)[places]
-    num_listed = np.bincount(free // apart, minlength=num_places)[places]
+    indices = pages // apart
+    num_indices = int(indices.max(initial=0)) + 1
+    num_holders = np.bincount(held_blocks // apart, minlength=num_indices)[indices]
+    num_listed = np.bincount(free // apart, minlength=num_indices)[indices]
     counted = pool.reference_counts(pages)
     is_held, is_cached, is_free = num_holders > 0, pool.is_cached(pages), num_listed > 0
     _require(not (num_listed > 1).any(), "a free page is listed twice")
     _require(not (is_held & is_free).any(), "a page is held and free")
     _require(not (is_held & is_cached).any(), "a page is held and cached")
     _require(not (is_cached & is_free).any(), "a page is cached and free")
-    is_known = int(num_holders.sum()) == len(held) and int(num_listed.sum()) == len(free)
+    is_known = int(num_holders.sum()) == len(held_blocks) and int(num_listed.sum()) == len(free)
     _require(is_known and bool((is_held | is_cached | is_free).all()), "pages were lost, or came from nowhere")
 
     num_cached = int(np.count_nonzero(is_cached))
@@ -74,9 +77,9 @@ def audit_pool(pool: BlockPool, plan: KVCachePlan, held: BlockIds) -> None:
 def audit_tree(tree: RadixTree) -> None:
     """Check that every node counts its pages right, and that the pool has it as their owner."""
     for node in tree.walk():
-        listed = [pages[pages != 0] for pages in node.pages]
-        _require(node.num_pages == sum(map(len, listed)), "a node's pages are miscounted")
-        for pages in listed:
+        node_pages = [pages[pages != 0] for pages in node.pages]
+        _require(node.num_pages == sum(map(len, node_pages)), "a node's pages are miscounted")
+        for pages in node_pages:
             _require(bool((tree.pool.owners_of(pages) == node.owner).all()), "a node names a page of another owner")
 
 

@@ -28,8 +28,8 @@ Groups = npt.NDArray[np.int64]
 FULL_SHARE = 32
 """The pool is nearly full if one block of so many, or fewer, is free."""
 Numbers = npt.NDArray[np.int64]
-Places = npt.NDArray[np.intp]
-Where = slice | Places | npt.NDArray[np.bool_]
+PoolIndices = npt.NDArray[np.intp]
+Where = slice | PoolIndices | npt.NDArray[np.bool_]
 IsCurrent = Callable[[int | Numbers, AnyBlockIds], npt.NDArray[np.bool_]]
 _NOT_RANKED = int(np.iinfo(np.int64).min)
 MAX_STALE = 1 << 12
@@ -102,41 +102,41 @@ class FreeList:
             if num_lacking > self._pool.num_cached:
                 return None
             self._pool.evict_first(0, num_lacking)
-        before, self._num_free = self._num_free, self._num_free - count
-        return self._stack[self._num_free : before].copy()
+        stop, self._num_free = self._num_free, self._num_free - count
+        return self._stack[self._num_free : stop].copy()
 
-    def move_blocks(self, block_ids: AnyBlockIds, held: int, cached: int, stamp: int) -> None:
+    def move_blocks(self, block_ids: AnyBlockIds, held_change: int, cached_change: int, stamp: int) -> None:
         """Put blocks on top of the stack that are neither held nor cached now; the pool counts the others."""
-        if held + cached < 0:
-            before, self._num_free = self._num_free, self._num_free + len(block_ids)
-            self._stack[before : self._num_free] = block_ids
+        if held_change + cached_change < 0:
+            start, self._num_free = self._num_free, self._num_free + len(block_ids)
+            self._stack[start : self._num_free] = block_ids
 
     def resize(self, plan: KVCachePlan, reserve: int) -> None:
         """Put added blocks at the bottom of the stack, or remove the last blocks, which are all free."""
-        free, before = self.free_blocks(), self._num_blocks
+        free, num_before = self.free_blocks(), self._num_blocks
         self._plan = plan
         blocks = self.all_blocks()
-        added, kept = blocks[before:][::-1], free[free <= blocks.max(initial=0)]
-        self._num_blocks, self._num_free = len(blocks), len(added) + len(kept)
+        added_blocks, kept_blocks = blocks[num_before:][::-1], free[free <= blocks.max(initial=0)]
+        self._num_blocks, self._num_free = len(blocks), len(added_blocks) + len(kept_blocks)
         self._stack = np.zeros(len(blocks), dtype=np.int32)
-        self._stack[: self._num_free] = np.concatenate([added, kept])
+        self._stack[: self._num_free] = np.concatenate([added_blocks, kept_blocks])
 
     def all_blocks(self) -> BlockIds:
         """Return all blocks."""
         plan = self._plan
         if not plan.groups:
             return np.zeros(0, dtype=np.int32)
-        first, size = plan.null_bytes // plan.block_id_bytes, plan.groups[0].page_bytes // plan.block_id_bytes
-        slabs = first + plan.slab_bytes // plan.block_id_bytes * np.arange(plan.num_slabs, dtype=np.int32)
+        first_slab, size = plan.null_bytes // plan.block_id_bytes, plan.groups[0].page_bytes // plan.block_id_bytes
+        slabs = first_slab + plan.slab_bytes // plan.block_id_bytes * np.arange(plan.num_slabs, dtype=np.int32)
         return (slabs[:, None] + size * np.arange(self._per_slab, dtype=np.int32)).reshape(-1)
 
     def free_blocks(self) -> BlockIds:
         """Return the blocks on the stack."""
         return self._stack[: self._num_free].copy()
 
-    def count_idle_slabs(self, held: BlockIds) -> int:
+    def count_idle_slabs(self, held_blocks: BlockIds) -> int:
         """Return the number of slabs that all blocks but the given ones would fill."""
-        return (self._num_blocks - len(held)) // self._per_slab
+        return (self._num_blocks - len(held_blocks)) // self._per_slab
 
 
 def of_groups(groups: int | Groups, where: Where) -> int | Groups:
@@ -177,9 +177,9 @@ class ReleaseOrder:
         """Add blocks that are released together, in the order of their eviction; their stamp is their priority."""
         if self._stop + len(block_ids) > len(self._block_ids):
             self._grow(len(block_ids))
-        before, self._stop = self._stop, self._stop + len(block_ids)
-        self._block_ids[before : self._stop] = block_ids
-        self._stamps[before : self._stop] = stamp
+        start, self._stop = self._stop, self._stop + len(block_ids)
+        self._block_ids[start : self._stop] = block_ids
+        self._stamps[start : self._stop] = stamp
 
     def _grow(self, num_new: int) -> None:
         stamps, block_ids = self.entries()
@@ -193,10 +193,10 @@ class ReleaseOrder:
         while self._start < self._stop:
             stamps, block_ids = self._first(_LOOK_AHEAD)
             is_current = self._is_current(stamps, block_ids)
-            first = int(is_current.argmax())
-            if is_current[first]:
-                self._start += first
-                return stamps.item(first)
+            index = int(is_current.argmax())
+            if is_current[index]:
+                self._start += index
+                return stamps.item(index)
             self._start += len(block_ids)
         return None
 
@@ -212,8 +212,8 @@ class ReleaseOrder:
             self.first_priority()
         return None
 
-    def _first(self, most: int) -> tuple[Numbers, AnyBlockIds]:
-        start, stop = self._start, min(self._stop, self._start + most)
+    def _first(self, max_blocks: int) -> tuple[Numbers, AnyBlockIds]:
+        start, stop = self._start, min(self._stop, self._start + max_blocks)
         return self._stamps[start:stop], self._block_ids[start:stop]
 
     def entries(self) -> tuple[Numbers, AnyBlockIds]:
@@ -259,9 +259,9 @@ class PriorityOrder:
             priority, _, stamp, block_ids = self._runs[0]
             block_ids = block_ids[:_LOOK_AHEAD]
             is_current = self._is_current(stamp, block_ids)
-            first = int(is_current.argmax())
-            if is_current[first]:
-                self._take(first)
+            index = int(is_current.argmax())
+            if is_current[index]:
+                self._take(index)
                 return priority
             self._take(len(block_ids))
         return None
@@ -300,64 +300,64 @@ class PriorityOrder:
 
 
 class PolicyPriorities:
-    """Asks a policy for the ``priority`` of blocks, by place, and keeps the data that the policy needs.
+    """Asks a policy for the ``priority`` of blocks, by index, and keeps the data that the policy needs.
 
     That is how often each block was used, and which share of released blocks was found again, by their uses before.
     These counts fade as content is released, so that the shares are recent ones.
     """
 
-    def __init__(self, policy: EvictionPolicy, page_bytes: Sequence[int], capacity: int, num_places: int) -> None:
+    def __init__(self, policy: EvictionPolicy, page_bytes: Sequence[int], capacity: int, num_indices: int) -> None:
         """Try the policy, with the bytes of a block of each group and of the pool; it may raise a ``PluginError``."""
         self.policy = policy
         self._page_bytes = np.array(page_bytes, dtype=np.int64)
         self._capacity = max(capacity, 1)
-        self._uses = np.zeros(num_places, dtype=np.int64)
-        self.priority = np.full(num_places, _NOT_RANKED)
+        self._uses = np.zeros(num_indices, dtype=np.int64)
+        self.priority = np.full(num_indices, _NOT_RANKED)
         self._clock = 0
         # The counts begin as if so many blocks of each number of uses had been released and found again: the first few
         # blocks change the shares little.
         self._assumed = max(16.0, capacity // max(page_bytes, default=1) / 16)
-        self._found = np.full(MOST_USES + 1, self._assumed)
-        self._released = self._found.copy()
+        self._num_found = np.full(MOST_USES + 1, self._assumed)
+        self._num_released = self._num_found.copy()
         self._ask(1, np.array([0, 1, 1000]), np.full(3, 16))
 
-    def rank(self, places: Places, groups: int | Groups) -> Numbers:
+    def rank(self, pool_indices: PoolIndices, groups: int | Groups) -> Numbers:
         """Return the priority of blocks that are released together; a wrong answer raises a ``PluginError``."""
-        num_bytes = np.broadcast_to(self._page_bytes[groups], len(places)).copy()
+        num_bytes = np.broadcast_to(self._page_bytes[groups], len(pool_indices)).copy()
         # One more for each release, so that no two clocks are equal.
-        passed = 1 + int(num_bytes[self.priority[places] == _NOT_RANKED].sum())
-        self._clock += passed
-        uses = self._uses[places]
-        fading = float(0.5 ** (passed / self._capacity / _MEMORY))
-        for counts in (self._found, self._released):
+        clock_step = 1 + int(num_bytes[self.priority[pool_indices] == _NOT_RANKED].sum())
+        self._clock += clock_step
+        uses = self._uses[pool_indices]
+        fading = float(0.5 ** (clock_step / self._capacity / _MEMORY))
+        for counts in (self._num_found, self._num_released):
             counts *= fading
             counts += (1 - fading) * self._assumed
-        self._released += _count(uses)
+        self._num_released += _count(uses)
         priorities = self._ask(self._clock, uses, num_bytes)
-        self.priority[places] = priorities
+        self.priority[pool_indices] = priorities
         return priorities
 
     def _ask(self, clock: int, uses: Numbers, num_bytes: Numbers) -> Numbers:
-        whose, count = f"eviction policy {self.policy.name!r}", len(uses)
+        label, count = f"eviction policy {self.policy.name!r}", len(uses)
         # A block that is found while another request holds it was found without a release.
-        shares = np.minimum(self._found / self._released, 1.0)
-        released = ReleasedPages(clock, uses, num_bytes, self._capacity, shares)
-        given = call(f"{whose}: priorities()", self.policy.priorities, released)
-        if not isinstance(given, np.ndarray) or given.shape != (count,) or given.dtype != np.int64:
-            is_array = isinstance(given, np.ndarray)
-            what = f"{given.dtype} of shape {given.shape}" if is_array else type(given).__name__
-            raise PluginError(f"{whose}: priorities() has to return int64 of shape ({count},), not {what}")
-        return given
+        shares = np.minimum(self._num_found / self._num_released, 1.0)
+        pages = ReleasedPages(clock, uses, num_bytes, self._capacity, shares)
+        priorities = call(f"{label}: priorities()", self.policy.priorities, pages)
+        if not isinstance(priorities, np.ndarray) or priorities.shape != (count,) or priorities.dtype != np.int64:
+            is_array = isinstance(priorities, np.ndarray)
+            answer = f"{priorities.dtype} of shape {priorities.shape}" if is_array else type(priorities).__name__
+            raise PluginError(f"{label}: priorities() has to return int64 of shape ({count},), not {answer}")
+        return priorities
 
-    def count_uses(self, places: Places) -> None:
+    def count_uses(self, pool_indices: PoolIndices) -> None:
         """Count one more use of blocks that a request found."""
-        self._found += _count(self._uses[places])
-        self._uses[places] += 1
+        self._num_found += _count(self._uses[pool_indices])
+        self._uses[pool_indices] += 1
 
-    def forget_blocks(self, places: Places | slice) -> None:
-        """Drop the data of the blocks at some places, because their content ended."""
-        self._uses[places] = 0
-        self.priority[places] = _NOT_RANKED
+    def forget_blocks(self, pool_indices: PoolIndices | slice) -> None:
+        """Drop the data of the blocks at some indices, because their content ended."""
+        self._uses[pool_indices] = 0
+        self.priority[pool_indices] = _NOT_RANKED
 
     def resize(self, capacity: int, num_new: int) -> None:
         """Set another capacity in bytes, and add entries for more blocks."""

@@ -14,8 +14,8 @@ from kvframe.cache.block_order import (
     FreeList,
     Groups,
     Numbers,
-    Places,
     PolicyPriorities,
+    PoolIndices,
     PriorityOrder,
     ReleaseOrder,
     equal_runs,
@@ -70,10 +70,10 @@ class BlockPool:
         self._page_bytes = [group.page_bytes for group in plan.groups]
         # Block ids differ by the size of the smallest block at least, so that their quotients by it differ.
         self._divisor = min((num_bytes // plan.block_id_bytes for num_bytes in self._page_bytes), default=1)
-        num_places = self._num_places(plan)
+        num_indices = self._num_indices(plan)
         self._policy = None
         if eviction is not None and eviction != LRU:
-            self._policy = PolicyPriorities(eviction, self._page_bytes, plan.total_bytes, num_places)
+            self._policy = PolicyPriorities(eviction, self._page_bytes, plan.total_bytes, num_indices)
         is_shared = FreeList.fits(plan)
         # The orders of eviction: one for each group, or one if any block serves any group.
         self._num_orders = 1 if is_shared else len(plan.groups)
@@ -82,10 +82,10 @@ class BlockPool:
         self._on_evicted = on_evicted
         # Of a cached block, the stamp of its release; of a held one, minus the references beyond the first. Zero for a
         # free one too: allocating and freeing need not write it.
-        self._state = np.zeros(num_places, dtype=np.int64)
-        self._owner, self._index = np.zeros((2, num_places), dtype=np.int32)
+        self._state = np.zeros(num_indices, dtype=np.int64)
+        self._owner, self._index = np.zeros((2, num_indices), dtype=np.int32)
         # Of a cached block, its group; None if there is one group only.
-        self._group = np.zeros(num_places, dtype=np.int64) if len(plan.groups) > 1 else None
+        self._group = np.zeros(num_indices, dtype=np.int64) if len(plan.groups) > 1 else None
         self._stamp = self._num_more_references = 0
         self.blocks_held, self.peak_blocks_held = [0] * len(plan.groups), [0] * len(plan.groups)
         self.held_bytes = self.peak_held_bytes = self.num_cached = 0
@@ -107,24 +107,24 @@ class BlockPool:
 
     def count_cached(self) -> list[int]:
         """Return the cached blocks of each group, in time that grows with the pool."""
-        places = self._places(np.concatenate([order.entries()[1] for order in self._orders]))
-        groups = np.broadcast_to(self._groups_of(places), len(places))
-        found: list[int] = np.bincount(groups, minlength=len(self.blocks_held)).tolist()
-        return found
+        pool_indices = self._pool_indices(np.concatenate([order.entries()[1] for order in self._orders]))
+        groups = np.broadcast_to(self._groups_of(pool_indices), len(pool_indices))
+        counts: list[int] = np.bincount(groups, minlength=len(self.blocks_held)).tolist()
+        return counts
 
     def is_cached(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
         """Return whether each block is cached: ``[n], bool, host``."""
-        is_cached: npt.NDArray[np.bool_] = self._state[self._places(block_ids)] > 0
+        is_cached: npt.NDArray[np.bool_] = self._state[self._pool_indices(block_ids)] > 0
         return is_cached
 
     def reference_counts(self, block_ids: BlockIds) -> Numbers:
         """Return the reference count of each block: 0 of a cached one; 1 of a free one."""
-        states = self._state[self._places(block_ids)]
+        states = self._state[self._pool_indices(block_ids)]
         return np.where(states > 0, 0, 1 - states)
 
     def owners_of(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
         """Return the owner of each block; ``NO_OWNER`` of those that are not published."""
-        return self._owner[self._places(block_ids)]
+        return self._owner[self._pool_indices(block_ids)]
 
     # --- references ---------------------------------------------------------------------------------------------------
 
@@ -134,12 +134,12 @@ class BlockPool:
         Returns:
             Their ids, one group after the other, each with one reference; None if there are too few.
         """
-        taken = self.free_list.take_free(num_blocks)
-        if taken is not None:
+        block_ids = self.free_list.take_free(num_blocks)
+        if block_ids is not None:
             for group, count in enumerate(num_blocks):
                 if count:
                     self._count_held(group, count)
-        return taken
+        return block_ids
 
     def _count_held(self, group: int, count: int) -> None:
         """Count more blocks of a group as held, or fewer if ``count`` is negative."""
@@ -152,13 +152,13 @@ class BlockPool:
 
     def add_references(self, group: int, block_ids: BlockIds) -> None:
         """Add one reference to each block, held or cached."""
-        places = self._places(block_ids)
-        states = self._state[places]
+        pool_indices = self._pool_indices(block_ids)
+        states = self._state[pool_indices]
         is_cached = states > 0
         num_cached = int(np.count_nonzero(is_cached))
         self._num_more_references += len(block_ids) - num_cached
         # Zero for cached blocks, one less for held ones.
-        self._state[places] = np.minimum(states, 1) - 1
+        self._state[pool_indices] = np.minimum(states, 1) - 1
         if num_cached:
             self.num_cached -= num_cached
             self.free_list.move_blocks(block_ids[is_cached], 1, -1, self._stamp)
@@ -167,22 +167,22 @@ class BlockPool:
     def release_blocks(self, block_ids: BlockIds, groups: int | Groups) -> None:
         """Remove a reference of each block; one without any is cached, in this order, or freed if unpublished."""
         if self._num_more_references:
-            places = self._places(block_ids)
-            if np.count_nonzero(self._state[places]):
-                is_last = self._remove_shared(places)
+            pool_indices = self._pool_indices(block_ids)
+            if np.count_nonzero(self._state[pool_indices]):
+                is_last = self._remove_shared(pool_indices)
                 block_ids, groups = block_ids[is_last], of_groups(groups, is_last)
         if not len(block_ids):
             return
         self._begin_release(groups, len(block_ids))
         if self._on_evicted is not None:
-            places = self._places(block_ids)
-            is_published = self._owner[places] != NO_OWNER
+            pool_indices = self._pool_indices(block_ids)
+            is_published = self._owner[pool_indices] != NO_OWNER
             num_published = np.count_nonzero(is_published)
             if num_published == len(block_ids):
-                self._cache(block_ids, places, groups)
+                self._cache(block_ids, pool_indices, groups)
                 return
             if num_published:
-                self._cache(block_ids[is_published], places[is_published], of_groups(groups, is_published))
+                self._cache(block_ids[is_published], pool_indices[is_published], of_groups(groups, is_published))
                 block_ids, groups = block_ids[~is_published], of_groups(groups, ~is_published)
         self.free_list.move_blocks(block_ids, -1, 0, self._stamp)
         self._end_content(block_ids, groups)
@@ -192,13 +192,13 @@ class BlockPool:
     ) -> None:
         """Publish blocks that are not published, and release them, in fewer steps than two calls."""
         ids = block_ids.astype(_INDEX)
-        places = self._places(ids)
-        self._owner[places], self._index[places] = owner, indices
+        pool_indices = self._pool_indices(ids)
+        self._owner[pool_indices], self._index[pool_indices] = owner, indices
         if self._num_more_references:
             self.release_blocks(block_ids, groups)
             return
         self._begin_release(groups, len(block_ids))
-        self._cache(ids, places, groups)
+        self._cache(ids, pool_indices, groups)
 
     def _begin_release(self, groups: int | Groups, num_blocks: int) -> None:
         """Count blocks as no longer held, at a new stamp."""
@@ -209,35 +209,35 @@ class BlockPool:
         for group, count in enumerate(np.bincount(groups).tolist()):
             self._count_held(group, -count)
 
-    def _remove_shared(self, places: Places) -> Places:
+    def _remove_shared(self, pool_indices: PoolIndices) -> PoolIndices:
         """Remove one reference of blocks that may have several; return the first index of each that has none left."""
-        np.add.at(self._state, places, 1)
+        np.add.at(self._state, pool_indices, 1)
         # The state of a block without references is one too high now.
-        last = np.flatnonzero(self._state[places] > 0)
-        last = last[np.sort(np.unique(places[last], return_index=True)[1])]
-        self._state[places[last]] = 0
-        self._num_more_references -= len(places) - len(last)
-        return last
+        last_indices = np.flatnonzero(self._state[pool_indices] > 0)
+        last_indices = last_indices[np.sort(np.unique(pool_indices[last_indices], return_index=True)[1])]
+        self._state[pool_indices[last_indices]] = 0
+        self._num_more_references -= len(pool_indices) - len(last_indices)
+        return last_indices
 
-    def _cache(self, block_ids: AnyBlockIds, places: Places, groups: int | Groups) -> None:
+    def _cache(self, block_ids: AnyBlockIds, pool_indices: PoolIndices, groups: int | Groups) -> None:
         """Cache published blocks without references."""
-        self._state[places] = self._stamp
+        self._state[pool_indices] = self._stamp
         if self._group is not None:
-            self._group[places] = groups
+            self._group[pool_indices] = groups
         self.num_cached += len(block_ids)
-        priorities = self._stamp if self._policy is None else self._rank(self._policy, places, groups)
+        priorities = self._stamp if self._policy is None else self._rank(self._policy, pool_indices, groups)
         if self._num_orders == 1:
             self._orders[0].add(priorities, self._stamp, block_ids)
         else:
             for group, where in equal_runs(groups):
-                of_group = priorities if isinstance(priorities, int) else priorities[where]
-                self._orders[group].add(of_group, self._stamp, block_ids[where])
+                group_priorities = priorities if isinstance(priorities, int) else priorities[where]
+                self._orders[group].add(group_priorities, self._stamp, block_ids[where])
         self.free_list.move_blocks(block_ids, -1, 1, self._stamp)
 
-    def _rank(self, policy: PolicyPriorities, places: Places, groups: int | Groups) -> int | Numbers:
+    def _rank(self, policy: PolicyPriorities, pool_indices: PoolIndices, groups: int | Groups) -> int | Numbers:
         """Return a policy's priorities; if it fails, remove it: stamps of releases are the priorities from now on."""
         try:
-            return policy.rank(places, groups)
+            return policy.rank(pool_indices, groups)
         except PluginError as error:
             why = str(error)
         except KeyboardInterrupt:  # Ctrl-C waits here, so the policy raised it
@@ -251,9 +251,9 @@ class BlockPool:
 
     def publish_blocks(self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices) -> None:
         """Publish held or cached blocks under an owner, or one each, at its indices; ``NO_OWNER`` unpublishes them."""
-        places = self._places(block_ids)
-        self._owner[places] = owner
-        self._index[places] = indices
+        pool_indices = self._pool_indices(block_ids)
+        self._owner[pool_indices] = owner
+        self._index[pool_indices] = indices
 
     def unpublish_all(self) -> None:
         """Evict every cached block and unpublish held ones, without calling ``on_evicted``."""
@@ -266,26 +266,26 @@ class BlockPool:
     def count_uses(self, block_ids: BlockIds) -> None:
         """Report to the eviction policy that a request found blocks; 0 for none."""
         if self._policy is not None:
-            self._policy.count_uses(self._places(block_ids[block_ids != 0]))
+            self._policy.count_uses(self._pool_indices(block_ids[block_ids != 0]))
 
     # --- eviction -----------------------------------------------------------------------------------------------------
 
     def evict_blocks(self, block_ids: AnyBlockIds) -> None:
         """Evict cached blocks, and call ``on_evicted`` once for each owner."""
         assert self._on_evicted is not None
-        places = self._places(block_ids)
-        owners, indices, groups = self._owner[places], self._index[places], self._groups_of(places)
-        self._end_cached(block_ids, places, groups)
+        pool_indices = self._pool_indices(block_ids)
+        owners, indices, groups = self._owner[pool_indices], self._index[pool_indices], self._groups_of(pool_indices)
+        self._end_cached(block_ids, pool_indices, groups)
         for owner, where in equal_runs(owners):
             self._on_evicted(owner, of_groups(groups, where), indices[where])
 
     def discard_cached(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
         """Evict the cached ones of some blocks, 0 for none, without calling ``on_evicted``; return which these are."""
-        places = self._places(block_ids)
-        is_cached: npt.NDArray[np.bool_] = (self._state[places] > 0) & (block_ids != 0)
+        pool_indices = self._pool_indices(block_ids)
+        is_cached: npt.NDArray[np.bool_] = (self._state[pool_indices] > 0) & (block_ids != 0)
         if np.count_nonzero(is_cached):
-            places = places[is_cached]
-            self._end_cached(block_ids[is_cached], places, self._groups_of(places))
+            pool_indices = pool_indices[is_cached]
+            self._end_cached(block_ids[is_cached], pool_indices, self._groups_of(pool_indices))
         return is_cached
 
     def first_priority(self, group: int) -> int | None:
@@ -304,10 +304,10 @@ class BlockPool:
         block_ids = block_ids[self.is_cached(block_ids)]
         self.evict_blocks(block_ids[np.argsort(self.priorities_of(block_ids), kind="stable")[:num_blocks]])
 
-    def _end_cached(self, block_ids: AnyBlockIds, places: Places, groups: int | Groups) -> None:
+    def _end_cached(self, block_ids: AnyBlockIds, pool_indices: PoolIndices, groups: int | Groups) -> None:
         """Free cached blocks."""
-        self._state[places] = 0
-        self._owner[places] = NO_OWNER
+        self._state[pool_indices] = 0
+        self._owner[pool_indices] = NO_OWNER
         self.num_cached -= len(block_ids)
         for group, where in equal_runs(groups):
             self.blocks_evicted[group] += len(block_ids[where])
@@ -319,7 +319,7 @@ class BlockPool:
     def _end_content(self, block_ids: AnyBlockIds, groups: int | Groups) -> None:
         """Report to the policy and the listener that the content of blocks ended. A listener that raises is removed."""
         if self._policy is not None:
-            self._policy.forget_blocks(self._places(block_ids))
+            self._policy.forget_blocks(self._pool_indices(block_ids))
         if self.on_pages_freed is not None:
             try:
                 for group, where in equal_runs(groups):
@@ -334,16 +334,18 @@ class BlockPool:
         """Change the number of slabs, and evict cached blocks of removed ones; return False if one is held."""
         end = plan.total_bytes // plan.block_id_bytes
         blocks = self.free_list.all_blocks()
-        lost = blocks[blocks >= end]
-        cached = lost[self.is_cached(lost)]
-        if len(cached) + np.count_nonzero(self.free_list.free_blocks() >= end) < len(lost):
+        removed_blocks = blocks[blocks >= end]
+        cached_blocks = removed_blocks[self.is_cached(removed_blocks)]
+        if len(cached_blocks) + np.count_nonzero(self.free_list.free_blocks() >= end) < len(removed_blocks):
             return False
-        if len(cached):
-            self.evict_blocks(cached)
+        if len(cached_blocks):
+            self.evict_blocks(cached_blocks)
         # Stale entries of removed blocks may be left in the queue: the arrays never shrink.
-        num_new = max(0, self._num_places(plan) - len(self._state))
+        num_new = max(0, self._num_indices(plan) - len(self._state))
         self._state = np.append(self._state, np.zeros(num_new, dtype=np.int64))
-        self._owner, self._index = (np.append(of, np.zeros(num_new, of.dtype)) for of in (self._owner, self._index))
+        self._owner, self._index = (
+            np.append(array, np.zeros(num_new, array.dtype)) for array in (self._owner, self._index)
+        )
         if self._group is not None:
             self._group = np.append(self._group, np.zeros(num_new, dtype=np.int64))
         if self._policy is not None:
@@ -360,25 +362,25 @@ class BlockPool:
     def _order_of(self, group: int) -> ReleaseOrder | PriorityOrder:
         return self._orders[group if self._num_orders > 1 else 0]
 
-    def _num_places(self, plan: KVCachePlan) -> int:
+    def _num_indices(self, plan: KVCachePlan) -> int:
         return plan.total_bytes // plan.block_id_bytes // self._divisor + 1 if plan.groups else 1
 
-    def _places(self, block_ids: AnyBlockIds) -> Places:
+    def _pool_indices(self, block_ids: AnyBlockIds) -> PoolIndices:
         """Return the indices of blocks in the arrays of this pool."""
         # NumPy takes such an index several times as fast as a shorter one.
-        places: Places = block_ids if block_ids.dtype is _INDEX else block_ids.astype(_INDEX)  # type: ignore[assignment]
-        return places if self._divisor == 1 else places // self._divisor
+        pool_indices: PoolIndices = block_ids if block_ids.dtype is _INDEX else block_ids.astype(_INDEX)  # type: ignore[assignment]
+        return pool_indices if self._divisor == 1 else pool_indices // self._divisor
 
-    def _groups_of(self, places: Places) -> int | Groups:
+    def _groups_of(self, pool_indices: PoolIndices) -> int | Groups:
         """Return the group of each cached block, or of all if there is one group."""
-        return 0 if self._group is None else self._group[places]
+        return 0 if self._group is None else self._group[pool_indices]
 
     def _is_current(self, stamp: int | Numbers, block_ids: AnyBlockIds) -> npt.NDArray[np.bool_]:
         """Return whether each block is cached since its release at a stamp: ``[n], bool, host``."""
-        is_current: npt.NDArray[np.bool_] = self._state[self._places(block_ids)] == stamp
+        is_current: npt.NDArray[np.bool_] = self._state[self._pool_indices(block_ids)] == stamp
         return is_current
 
     def priorities_of(self, block_ids: BlockIds) -> Numbers:
         """Return the eviction priority of cached blocks; of other blocks, a smaller number than theirs."""
-        places = self._places(block_ids)
-        return (self._state if self._policy is None else self._policy.priority)[places]
+        pool_indices = self._pool_indices(block_ids)
+        return (self._state if self._policy is None else self._policy.priority)[pool_indices]

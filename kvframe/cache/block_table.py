@@ -63,11 +63,11 @@ class TableStack:
         object.__setattr__(self, "index", np.array(self.groups, dtype=np.int64))
 
     def at(
-        self, places: npt.NDArray[np.int64] | int, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]
+        self, group_indices: npt.NDArray[np.int64] | int, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return the indices of blocks of the groups at ``places`` in ``flat``, which is faster to index: ``[n]``."""
+        """Return ``[n]``: the indices in ``flat``, which is faster to index, of blocks of some groups of the stack."""
         _, num_rows, num_blocks = self.ids.shape
-        at: npt.NDArray[np.int64] = (places * num_rows + rows) * num_blocks + blocks
+        at: npt.NDArray[np.int64] = (group_indices * num_rows + rows) * num_blocks + blocks
         return at
 
 
@@ -108,9 +108,9 @@ class BlockTables:
                 for (block_size, sequence), groups in groups_of.items()
             )
         tables = {
-            group: BlockTable(stack.block_size, stack.ids[place])
+            group: BlockTable(stack.block_size, stack.ids[index])
             for stack in self.stacks
-            for place, group in enumerate(stack.groups)
+            for index, group in enumerate(stack.groups)
         }
         self._tables = tuple(tables[group] for group in range(len(block_sizes)))
         self.first_tokens: dict[int, Counts] = {}
@@ -132,47 +132,49 @@ class GroupKinds:
     Attributes:
         plan: The plan; the number of its slabs may change.
         tables: The block tables of all groups.
-        of_tokens: Those that keep state of requests' own tokens; ``of_inputs`` are the others.
-        stacks: The block tables of ``of_tokens``.
+        token_groups: Those that keep state of requests' own tokens.
+        input_groups: The others.
+        stacks: The block tables of ``token_groups``.
         sparse: The groups of tokens that store few blocks, which their types choose at each step. The others are dense:
             they store every block that a step computes.
         live: For each group of tokens, by its index, when its blocks die.
         budgets: For each group that keeps a part of a prompt, by its index, how many tokens it keeps.
-        asked: The answers of the types whose live ranges no mask gives: they are checked as far as requests get.
+        asked_answers: The answers of the types whose live ranges no mask gives. They are checked up to the longest
+            request.
         is_plain: Whether every group is dense, none of inputs, and nothing depends on the length of prompts.
     """
 
     plan: KVCachePlan
     tables: BlockTables
-    of_tokens: tuple[PlannedGroup, ...]
-    of_inputs: tuple[PlannedGroup, ...]
+    token_groups: tuple[PlannedGroup, ...]
+    input_groups: tuple[PlannedGroup, ...]
     stacks: tuple[TableStack, ...]
     sparse: tuple[PlannedGroup, ...]
     live: Mapping[int, LiveRange]
     budgets: Mapping[int, int]
-    asked: tuple[Answers, ...]
+    asked_answers: tuple[Answers, ...]
     is_plain: bool
 
     @classmethod
     def of(cls, plan: KVCachePlan, tables: BlockTables) -> GroupKinds:
         """Return the groups of a plan and their block tables, ``tables``."""
-        of_tokens = tuple(group for group in plan.groups if not group.is_of_input)
-        sparse = tuple(g for g in of_tokens if type(g.spec).stored_blocks is not KVCacheSpec.stored_blocks)
+        token_groups = tuple(group for group in plan.groups if not group.is_of_input)
+        sparse = tuple(g for g in token_groups if type(g.spec).stored_blocks is not KVCacheSpec.stored_blocks)
         # Groups of one type have one live range, which is worked out once.
-        of_type = {group.spec.group_key: group.answers for group in of_tokens}
-        live = {key: LiveRange.of(answers, plan.max_model_len) for key, answers in of_type.items()}
-        of_inputs = tuple(group for group in plan.groups if group.is_of_input)
+        answers_of = {group.spec.group_key: group.answers for group in token_groups}
+        live = {key: LiveRange.of(answers, plan.max_model_len) for key, answers in answers_of.items()}
+        input_groups = tuple(group for group in plan.groups if group.is_of_input)
         return cls(
             plan=plan,
             tables=tables,
-            of_tokens=of_tokens,
-            of_inputs=of_inputs,
+            token_groups=token_groups,
+            input_groups=input_groups,
             stacks=tuple(stack for stack in tables.stacks if not plan.groups[stack.groups[0]].is_of_input),
             sparse=sparse,
-            live={group.index: live[group.spec.group_key] for group in of_tokens},
-            budgets={g.index: g.spec.prompt_budget for g in of_tokens if g.spec.prompt_budget is not None},
-            asked=tuple(answers for key, answers in of_type.items() if not live[key].is_by_mask),
-            is_plain=not sparse and not of_inputs,
+            live={group.index: live[group.spec.group_key] for group in token_groups},
+            budgets={g.index: g.spec.prompt_budget for g in token_groups if g.spec.prompt_budget is not None},
+            asked_answers=tuple(answers for key, answers in answers_of.items() if not live[key].is_by_mask),
+            is_plain=not sparse and not input_groups,
         )
 
 
@@ -183,7 +185,7 @@ class RowState:
     Attributes:
         token_ids: Its tokens: the caller appends to this sequence, and does not change computed ones.
         inputs: Its blocks in the groups of inputs.
-        missing: The inputs whose state is not computed.
+        missing_inputs: The inputs whose state is not computed.
         branch: The length of the prefix that an earlier request has too, if it is longer than the hit; otherwise 0.
         ranges: Ranges of its tokens that see each other in both directions. No published prefix ends within one.
         first_tokens: Once it gave up tokens of its prompt, by group, the first token that it still has. It publishes
@@ -193,7 +195,7 @@ class RowState:
     namespace: Namespace = ("", b"")
     token_ids: Sequence[int] = ()
     inputs: tuple[InputBlocks, ...] = ()
-    missing: frozenset[str] = frozenset()
+    missing_inputs: frozenset[str] = frozenset()
     branch: int = 0
     ranges: Sequence[TokenRange] = ()
     first_tokens: Mapping[int, int] = attrs.field(factory=dict)

@@ -50,14 +50,14 @@ class KVCacheCoordinator:
         """Start with every row free; nothing is published without a publisher, or forked without a copier."""
         self._kinds, self._numbers, self._pool, self._publisher = kinds, numbers, pool, publisher
         self._tables, self._max_tokens = kinds.tables, kinds.plan.max_model_len
-        self._shared = None if copier is None else SharedBlocks(kinds, numbers, pool, copier)
+        self._shared_blocks = None if copier is None else SharedBlocks(kinds, numbers, pool, copier)
         row_pages = None if publisher is None else publisher.row_pages
-        self.allocator = BlockAllocator(kinds, numbers, pool, row_pages, self._shared)
+        self.allocator = BlockAllocator(kinds, numbers, pool, row_pages, self._shared_blocks)
         # The table stacks in which blocks die, by their number.
         self._dying: list[tuple[int, TableStack, DeathLists]] = []
         for s, stack in enumerate(kinds.stacks):
-            live = [(place, kinds.live[group]) for place, group in enumerate(stack.groups)]
-            if dying := [(place, each) for place, each in live if not each.never_dies]:
+            live = [(index, kinds.live[group]) for index, group in enumerate(stack.groups)]
+            if dying := [(index, live_range) for index, live_range in live if not live_range.never_dies]:
                 self._dying.append((s, stack, DeathLists(dying)))
         numbers.next_death[...] = self._first_death = self._death_after(0)
         # If there is one group, and its blocks live as long as their request, rows have no gaps, and are freed in fewer
@@ -74,17 +74,19 @@ class KVCacheCoordinator:
         if self._kinds.is_plain and not hit.num_tokens:
             self._numbers.states[row] = state
             return
-        needed = [hit.needed_pages(group) for group in self._kinds.plan.groups]
+        needed_pages = [hit.needed_pages(group) for group in self._kinds.plan.groups]
         state.branch = hit.branch
-        state.missing = frozenset(each.sequence for each in state.inputs if each.sequence not in hit.inputs)
+        state.missing_inputs = frozenset(
+            blocks.sequence for blocks in state.inputs if blocks.sequence not in hit.inputs
+        )
         self.begin_row(row, hit.num_tokens, state)
-        for group, pages in enumerate(needed):
+        for group, pages in enumerate(needed_pages):
             self.reference_blocks(row, group, pages)
         self.allocator.note_capacity(np.array([row]))
 
     def fork_row(self, row: int, new_row: int, state: RowState) -> None:
         """Begin a request in a free row with the computed tokens and inputs of another row, and reference its pages."""
-        assert self._shared is not None
+        assert self._shared_blocks is not None
         num_computed = self._numbers.num_computed.item(row)
         self.begin_row(new_row, num_computed, state)
         if self._publisher is not None:
@@ -100,17 +102,17 @@ class KVCacheCoordinator:
                 is_shared = True
         self.allocator.note_capacity(np.array([new_row]))
         if is_shared:
-            self._shared.rows |= {row, new_row}
+            self._shared_blocks.rows |= {row, new_row}
             self._numbers.capacity[[row, new_row]] = -1
 
     def begin_row(self, row: int, num_computed: int, state: RowState) -> None:
         """Give a free row to a request with computed tokens; it may raise a ``SpecError`` before anything changes."""
         self._numbers.num_computed[row] = num_computed
         self._numbers.states[row] = state
-        for group, first in state.first_tokens.items():
-            self._tables.first_tokens[group][row] = first
+        for group, first_token in state.first_tokens.items():
+            self._tables.first_tokens[group][row] = first_token
         # Inputs are computed with the first tokens, so the first commit has work to do.
-        self._numbers.next_death[row] = -1 if state.missing else self._death_after(num_computed)
+        self._numbers.next_death[row] = -1 if state.missing_inputs else self._death_after(num_computed)
 
     def reference_blocks(self, row: int, group: int, block_ids: BlockIds) -> None:
         """Write the first blocks of a row into a group's table, 0 for one without a page, and reference their pages."""
@@ -150,11 +152,11 @@ class KVCacheCoordinator:
     def commit_row(self, row: int, num_computed: int) -> None:
         """Record that a row's tokens ``[0, num_computed)`` are computed; publish full blocks, release dead ones."""
         numbers = self._numbers
-        before, numbers.num_computed[row] = numbers.num_computed.item(row), num_computed
+        num_before, numbers.num_computed[row] = numbers.num_computed.item(row), num_computed
         if num_computed >= numbers.next_publication.item(row) and self._publisher is not None:
             self._publisher.publish_row(row)
         if num_computed >= numbers.next_death.item(row):
-            self._release_dead(np.array([row]), np.array([before]), np.array([num_computed]))
+            self._release_dead(np.array([row]), np.array([num_before]), np.array([num_computed]))
         if self._kinds.sparse:
             self._release_refused_of(row, num_computed)
 
@@ -162,17 +164,17 @@ class KVCacheCoordinator:
         """Do what ``commit_row`` does for each of several rows."""
         numbers = self._numbers
         (has_dead,) = (num_computed >= numbers.next_death[rows]).nonzero()
-        before = numbers.num_computed[rows[has_dead]]
+        num_before = numbers.num_computed[rows[has_dead]]
         numbers.num_computed[rows] = num_computed
         if self._publisher is not None:
             for row in rows[num_computed >= numbers.next_publication[rows]].tolist():
                 self._publisher.publish_row(row)
         if len(has_dead):
-            self._release_dead(rows[has_dead], before, num_computed[has_dead])
+            self._release_dead(rows[has_dead], num_before, num_computed[has_dead])
         for group in self._kinds.sparse:
             num_after = numbers.num_blocks[group.index][rows] * group.block_size - num_computed
-            for place in (num_after >= group.block_size).nonzero()[0].tolist():
-                self._release_refused_of(int(rows[place]), int(num_computed[place]))
+            for index in (num_after >= group.block_size).nonzero()[0].tolist():
+                self._release_refused_of(int(rows[index]), int(num_computed[index]))
 
     def check_commit(self, rows: Rows, num_computed: Counts) -> None:
         """Refuse to commit more tokens of rows than their blocks have slots, or a negative number."""
@@ -186,7 +188,9 @@ class KVCacheCoordinator:
         if 0 <= num_computed <= self._numbers.capacity.item(row):
             return
         # The capacity of forks, of rows with inputs and in groups that store few blocks may be less than the slots.
-        counts = [self._numbers.num_blocks.item(each.index, row) * each.block_size for each in self._kinds.of_tokens]
+        counts = [
+            self._numbers.num_blocks.item(group.index, row) * group.block_size for group in self._kinds.token_groups
+        ]
         num_granted = min([*counts, self._max_tokens])
         if not 0 <= num_computed <= num_granted:
             raise RequestError(
@@ -207,33 +211,35 @@ class KVCacheCoordinator:
         at = np.array([num_computed])
         return min((int(deaths.nearest(deaths.after(at))[0]) for _, _, deaths in self._dying), default=NEVER)
 
-    def _release_dead(self, rows: Rows, before: Counts, num_computed: Counts) -> None:
-        """Release the blocks of rows that died since ``before`` computed tokens. Inputs are computed with the first."""
+    def _release_dead(self, rows: Rows, num_before: Counts, num_computed: Counts) -> None:
+        """Release blocks of rows that died after ``num_before`` computed tokens; record that inputs are computed."""
         nearest = []
         for s, stack, deaths in self._dying:
-            start, stop = deaths.after(np.minimum(before, num_computed)), deaths.after(num_computed)
-            places, which, blocks = deaths.between(start, stop)
+            start, stop = deaths.after(np.minimum(num_before, num_computed)), deaths.after(num_computed)
+            group_indices, row_indices, blocks = deaths.between(start, stop)
             if len(blocks):
-                self._release_each(s, stack, places, rows[which], blocks)
+                self._release_each(s, stack, group_indices, rows[row_indices], blocks)
             nearest.append(deaths.nearest(stop))
-        for row in rows.tolist() if self._kinds.of_inputs else ():
-            if self._numbers.states[row].missing:
-                self._numbers.states[row].missing = frozenset()
+        for row in rows.tolist() if self._kinds.input_groups else ():
+            if self._numbers.states[row].missing_inputs:
+                self._numbers.states[row].missing_inputs = frozenset()
                 self.allocator.note_capacity(np.array([row]))
         self._numbers.next_death[rows] = reduce(np.minimum, nearest) if nearest else NEVER
 
-    def _release_each(self, s: int, stack: TableStack, places: Positions | int, rows: Rows, blocks: Positions) -> None:
-        """Release blocks of a stack, each given by its group's place in the stack, its row and its index."""
-        at = stack.at(places, rows, blocks)
+    def _release_each(
+        self, s: int, stack: TableStack, group_indices: Positions | int, rows: Rows, blocks: Positions
+    ) -> None:
+        """Release blocks of a stack, each given by its group's index in the stack, its row and its index."""
+        at = stack.at(group_indices, rows, blocks)
         ids = stack.flat[at]
         if np.count_nonzero(ids) < len(ids):
             is_held = ids != 0
             rows, blocks, at, ids = rows[is_held], blocks[is_held], at[is_held], ids[is_held]
-            places = of_groups(places, is_held)
+            group_indices = of_groups(group_indices, is_held)
         stack.flat[at] = 0
-        groups = stack.groups[places] if isinstance(places, int) else stack.index[places]
+        groups = stack.groups[group_indices] if isinstance(group_indices, int) else stack.index[group_indices]
         if self._publisher is not None:
-            self._publisher.release_passed(s, places, rows, blocks, at, ids, groups)
+            self._publisher.release_passed(s, group_indices, rows, blocks, at, ids, groups)
         else:
             self._pool.release_blocks(ids, groups)
 
@@ -254,9 +260,9 @@ class KVCacheCoordinator:
     def _release_resident(self, ids: BlockIds, groups: int | Groups) -> None:
         """Release the pages in a part of a block table, in its order, and set the part to 0, which means no page."""
         is_held = ids != 0
-        held, groups = ids[is_held], groups if isinstance(groups, int) else groups[is_held.reshape(-1)]
+        held_ids, groups = ids[is_held], groups if isinstance(groups, int) else groups[is_held.reshape(-1)]
         ids[...] = 0
-        self._pool.release_blocks(held, groups)
+        self._pool.release_blocks(held_ids, groups)
 
     # --- when a prompt is computed -----------------------------------------------------------------------------------
 
@@ -271,22 +277,22 @@ class KVCacheCoordinator:
             False, and nothing changed, if the pool has too few pages for the tokens that stay.
         """
         num_computed, state = self._numbers.num_computed.item(row), self._numbers.states[row]
-        first_tokens = {g: num_computed - most for g, most in self._kinds.budgets.items() if most < num_computed}
+        first_tokens = {g: num_computed - budget for g, budget in self._kinds.budgets.items() if budget < num_computed}
         if not first_tokens or state.first_tokens:
             return True
         blocks = {}
-        for group, first in first_tokens.items():
+        for group, first_token in first_tokens.items():
             size = self._tables[group].block_size
-            blocks[group] = first // size, -(-num_computed // size)
+            blocks[group] = first_token // size, -(-num_computed // size)
         counts = [stop - start for start, stop in (blocks.get(g, (0, 0)) for g in range(len(self._tables)))]
-        taken = self._pool.allocate_blocks(counts)
-        if taken is None:
+        new_pages = self._pool.allocate_blocks(counts)
+        if new_pages is None:
             return False
-        pages = dict(zip(blocks, np.split(taken, np.cumsum([*filter(None, counts)])[:-1]), strict=True))
+        pages = dict(zip(blocks, np.split(new_pages, np.cumsum([*filter(None, counts)])[:-1]), strict=True))
         try:
             mover(num_computed, self.blocks(row), {group: ids.tolist() for group, ids in pages.items()})
         except BaseException:
-            self._pool.release_blocks(taken, np.repeat(np.arange(len(counts)), counts))
+            self._pool.release_blocks(new_pages, np.repeat(np.arange(len(counts)), counts))
             raise
         if self._publisher is not None:
             self._publisher.unfollow(row)
@@ -303,8 +309,8 @@ class KVCacheCoordinator:
 
     def free_row(self, row: int) -> None:
         """Release every block of a row, its last block first, so that the first blocks of a prefix are evicted last."""
-        if self._shared is not None:
-            self._shared.rows.discard(row)
+        if self._shared_blocks is not None:
+            self._shared_blocks.rows.discard(row)
         if self._lone is not None:
             self._free_lone(self._lone, row)
             return
@@ -314,18 +320,18 @@ class KVCacheCoordinator:
 
     def release_row(self, row: int) -> None:
         """Release every block of a row, which may have gaps, and reset the row's numbers."""
-        numbers, most = self._numbers, 0
+        numbers, num_tokens = self._numbers, 0
         for stack in self._tables.stacks:
             count = max([numbers.num_blocks.item(group, row) for group in stack.groups])
             if count:
-                most = max(most, count * stack.block_size)
+                num_tokens = max(num_tokens, count * stack.block_size)
                 # The last blocks of all groups come first.
                 groups = stack.groups[0] if len(stack.groups) == 1 else np.tile(stack.index, count)
                 self._release_resident(stack.ids[:, row, :count][:, ::-1].T, groups)
                 for group in stack.groups:
                     numbers.num_blocks[group, row] = 0
         if self._publisher is not None:
-            self._publisher.forget_pages(row, 0, most)
+            self._publisher.forget_pages(row, 0, num_tokens)
         numbers.num_computed[row] = numbers.capacity[row] = 0
         numbers.next_death[row] = self._first_death
         for group in numbers.states[row].first_tokens:

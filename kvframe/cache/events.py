@@ -150,18 +150,18 @@ class EventLog:
 
     def record_stored(self, node: RadixNode, start: int, stop: int) -> None:
         """Record the blocks of a node that end in tokens ``(start, stop]``, except those that were recorded before."""
-        found: list[tuple[int, int, range, Sequence[int]]] = []
+        runs: list[tuple[int, int, range, Sequence[int]]] = []
         for s, size in enumerate(self._tree.sizes):
-            first, before = start // size, node.start // size
-            pages = node.pages[s][:, first - before : stop // size - before].tolist()
-            for group, of_group in zip(self._tree.groups[s], pages, strict=True):
-                for run in _runs(i for i, page in enumerate(of_group) if page and page not in self._key_of_page):
-                    found.append((group, size, range(first + run.start, first + run.stop), of_group[run]))
-        if not found:
+            first_block, node_block = start // size, node.start // size
+            pages = node.pages[s][:, first_block - node_block : stop // size - node_block].tolist()
+            for group, group_pages in zip(self._tree.groups[s], pages, strict=True):
+                for run in _runs(i for i, page in enumerate(group_pages) if page and page not in self._key_of_page):
+                    runs.append((group, size, range(first_block + run.start, first_block + run.stop), group_pages[run]))
+        if not runs:
             return
-        ends = {n for _, size, blocks, _ in found for n in range(blocks.start * size, blocks.stop * size + 1, size)}
+        ends = {n for _, size, blocks, _ in runs for n in range(blocks.start * size, blocks.stop * size + 1, size)}
         salt, base, tokens, keys = self._keys_of(node, sorted(ends))
-        for group, size, blocks, pages in found:
+        for group, size, blocks, pages in runs:
             self._append_stored(
                 BlocksStored(
                     group=group,
@@ -204,14 +204,14 @@ class EventLog:
 
     def record_removed(self, block_ids: AnyBlockIds) -> None:
         """Record that pages are evicted."""
-        removed: dict[int, tuple[list[bytes], list[int]]] = {}
+        removed_by_group: dict[int, tuple[list[bytes], list[int]]] = {}
         for page in block_ids.tolist():
-            known = self._key_of_page.pop(page, None)
-            if known is not None:
-                keys, pages = removed.setdefault(known[0], ([], []))
-                keys.append(known[1])
+            entry = self._key_of_page.pop(page, None)
+            if entry is not None:
+                keys, pages = removed_by_group.setdefault(entry[0], ([], []))
+                keys.append(entry[1])
                 pages.append(page)
-        for group, (keys, pages) in removed.items():
+        for group, (keys, pages) in removed_by_group.items():
             for watcher in self._watchers:
                 watcher.note_evicted(group, keys, pages)
             if self.keeps_events:
@@ -235,28 +235,28 @@ class EventLog:
         """
         # Walk back to the last node whose hash is kept, or to the root.
         parts: list[bytearray] = []
-        each = node
-        while each.namespace is None:
-            kept = self._hashes.get(each.owner)
+        ancestor = node
+        while ancestor.namespace is None:
+            entry = self._hashes.get(ancestor.owner)
             # A node may have been split or shortened since its hash was kept.
-            if kept and kept[0] is each and each.start <= kept[2].num_tokens <= min(ends[0], each.stop):
-                _, salt, known = kept
-                parts.append(each.tokens_between(known.num_tokens, each.stop))
+            if entry and entry[0] is ancestor and ancestor.start <= entry[2].num_tokens <= min(ends[0], ancestor.stop):
+                _, salt, known_hash = entry
+                parts.append(ancestor.tokens_between(known_hash.num_tokens, ancestor.stop))
                 break
-            parts.append(each.tokens_between(each.start, each.stop))
-            assert each.parent is not None
-            each = each.parent
+            parts.append(ancestor.tokens_between(ancestor.start, ancestor.stop))
+            assert ancestor.parent is not None
+            ancestor = ancestor.parent
         else:
-            salt, known = each.namespace[0], PrefixHash(self._secret, *each.namespace)
-        base, current = known.num_tokens, known.copy()
+            salt, known_hash = ancestor.namespace[0], PrefixHash(self._secret, *ancestor.namespace)
+        base, current = known_hash.num_tokens, known_hash.copy()
         tokens = np.frombuffer(b"".join(reversed(parts)), dtype=np.uint32)
         keys = {}
         aligned = ends[-1] - ends[-1] % self._alignment
         for end in ends if aligned < ends[0] else sorted({*ends, aligned}):
             keys[end] = current.add_tokens(tokens[current.num_tokens - base : end - base])
             if end == aligned:
-                known = current.copy()
-        self._hashes[node.owner] = node, salt, known
+                known_hash = current.copy()
+        self._hashes[node.owner] = node, salt, known_hash
         self._hashes.move_to_end(node.owner)
         if len(self._hashes) > _MAX_HASHES:
             self._hashes.popitem(last=False)
@@ -288,9 +288,9 @@ class PrefixHash:
 
     def copy(self) -> PrefixHash:
         """Return a hash of the same tokens that grows by itself."""
-        other = object.__new__(PrefixHash)
-        other._hash, other.num_tokens = self._hash.copy(), self.num_tokens
-        return other
+        clone = object.__new__(PrefixHash)
+        clone._hash, clone.num_tokens = self._hash.copy(), self.num_tokens
+        return clone
 
 
 def prefix_key(

@@ -43,7 +43,7 @@ class HostTier:
         self.pool = BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs), on_evicted=self._remove_evicted)
         self._host_ids: list[dict[bytes, int]] = [{} for _ in plan.groups]
         self._key_of: dict[int, tuple[int, bytes]] = {}
-        self._held: list[BlockIds] = []
+        self._held_pages: list[BlockIds] = []
         self.pages_stored = self.pages_dropped = 0
 
     # --- as a watcher of the device's pages ---------------------------------------------------------------------------
@@ -53,12 +53,12 @@ class HostTier:
 
     def note_evicted(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Copy pages that are evicted from the device, except those that have a copy already."""
-        known = self._host_ids[group]
+        host_ids = self._host_ids[group]
         self._use_again(group, self.find_pages(group, keys))
-        fresh = [index for index, key in enumerate(keys) if key not in known]
+        fresh = [index for index, key in enumerate(keys) if key not in host_ids]
         for start in range(0, len(fresh), _PAGES_AT_ONCE):
-            chosen = fresh[start : start + _PAGES_AT_ONCE]
-            self._store(group, [keys[index] for index in chosen], [block_ids[index] for index in chosen])
+            batch = fresh[start : start + _PAGES_AT_ONCE]
+            self._store(group, [keys[index] for index in batch], [block_ids[index] for index in batch])
 
     def note_cleared(self) -> None:
         """Forget all pages."""
@@ -99,20 +99,20 @@ class HostTier:
 
     def find_pages(self, group: int, keys: Sequence[bytes]) -> BlockIds:
         """Return ``[n], int32, host``: for each key the page with its content; 0 for none."""
-        known = self._host_ids[group]
-        return np.array([known.get(key, 0) for key in keys], dtype=np.int32)
+        host_ids = self._host_ids[group]
+        return np.array([host_ids.get(key, 0) for key in keys], dtype=np.int32)
 
     @contextmanager
     def holding(self, host_ids: Sequence[BlockIds]) -> Iterator[None]:
         """Keep pages of each group, 0 for none, so that none is evicted; then they are the most recently used ones."""
-        self._held = [pages[pages != 0] for pages in host_ids]
-        for group, pages in enumerate(self._held):
+        self._held_pages = [pages[pages != 0] for pages in host_ids]
+        for group, pages in enumerate(self._held_pages):
             self.pool.add_references(group, pages)
         try:
             yield
         finally:
-            held, self._held = self._held, []
-            for group, pages in enumerate(held):
+            held_pages, self._held_pages = self._held_pages, []
+            for group, pages in enumerate(held_pages):
                 self.pool.release_blocks(pages, group)
 
     def _use_again(self, group: int, host_ids: npt.NDArray[np.int32]) -> None:
@@ -124,13 +124,13 @@ class HostTier:
 
     def audit(self, swapped: BlockIds) -> None:
         """Check that host pages are free, held by requests that are swapped out, or cached under one key each."""
-        held = np.concatenate([swapped, *self._held])
-        audit_pool(self.pool, self._plan, held)
+        held_pages = np.concatenate([swapped, *self._held_pages])
+        audit_pool(self.pool, self._plan, held_pages)
         pages = self.pool.free_list.all_blocks()
         by_key = {page: (group, key) for group, pages in enumerate(self._host_ids) for key, page in pages.items()}
         assert by_key == self._key_of, "keys and pages of the host memory disagree"
-        cached = set(pages[self.pool.is_cached(pages)].tolist())
-        assert cached == self._key_of.keys() - set(held.tolist()), "a cached host page has no key"
+        cached_pages = set(pages[self.pool.is_cached(pages)].tolist())
+        assert cached_pages == self._key_of.keys() - set(held_pages.tolist()), "a cached host page has no key"
 
     @property
     def num_cached(self) -> int:

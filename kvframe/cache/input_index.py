@@ -65,11 +65,13 @@ def input_blocks(
     groups: Iterable[PlannedGroup], inputs: Mapping[str, InputSequence], salt: str
 ) -> tuple[InputBlocks, ...]:
     """Return the blocks of a request's inputs, by name, in the groups that store inputs."""
-    known = ((group, group.spec.sequence, inputs.get(group.spec.sequence)) for group in groups)
+    group_inputs = ((group, group.spec.sequence, inputs.get(group.spec.sequence)) for group in groups)
     return tuple(
-        InputBlocks(group.index, salt, name, given.key, given.num_tokens, -(-given.num_tokens // group.block_size))
-        for group, name, given in known
-        if given is not None
+        InputBlocks(
+            group.index, salt, name, sequence.key, sequence.num_tokens, -(-sequence.num_tokens // group.block_size)
+        )
+        for group, name, sequence in group_inputs
+        if sequence is not None
     )
 
 
@@ -108,26 +110,26 @@ class InputIndex:
             owner = self._free_owners.pop() if self._free_owners else NO_OWNER - 1 - len(self.entries)
             self._owners[blocks] = owner
             self.entries[owner] = (blocks, np.zeros(blocks.num_blocks, dtype=np.int32))
-        known = self.entries[owner][1]
-        new = np.flatnonzero(known == 0)
-        known[new] = pages[new]
-        self.pool.publish_blocks(owner, pages[new], new)
+        published_pages = self.entries[owner][1]
+        new_blocks = np.flatnonzero(published_pages == 0)
+        published_pages[new_blocks] = pages[new_blocks]
+        self.pool.publish_blocks(owner, pages[new_blocks], new_blocks)
         if self.on_stored is not None:
-            self.on_stored(blocks, new, pages)
+            self.on_stored(blocks, new_blocks, pages)
 
     def remove_evicted(self, owner: int, groups: int | Groups, indices: Indices) -> None:
         """Remove evicted pages from an input, and evict the others that no request holds, in all groups."""
-        lost, pages = self.entries[owner]
+        lost_blocks, pages = self.entries[owner]
         pages[indices] = 0
-        inputs = {lost.sequence: InputSequence(lost.num_tokens, lost.key)}
-        for blocks in input_blocks(self._groups, inputs, lost.salt):
-            of_group = self._owners.get(blocks)
-            if of_group is not None:
-                _, pages = self.entries[of_group]
+        inputs = {lost_blocks.sequence: InputSequence(lost_blocks.num_tokens, lost_blocks.key)}
+        for blocks in input_blocks(self._groups, inputs, lost_blocks.salt):
+            group_owner = self._owners.get(blocks)
+            if group_owner is not None:
+                _, pages = self.entries[group_owner]
                 pages[self.pool.discard_cached(pages)] = 0
                 if not pages.any():
-                    del self.entries[of_group], self._owners[blocks]
-                    self._free_owners.append(of_group)
+                    del self.entries[group_owner], self._owners[blocks]
+                    self._free_owners.append(group_owner)
 
     def remove_all(self) -> None:
         """Remove every input; the pool frees the pages."""

@@ -72,8 +72,8 @@ class LiveRange:
         if step > max_tokens:
             return np.zeros(len(ends), dtype=np.bool_)
         first_hits = ends + -ends % step
-        needed: npt.NDArray[np.bool_] = (self.deaths > first_hits) & (first_hits <= max_tokens)
-        return needed
+        is_needed: npt.NDArray[np.bool_] = (self.deaths > first_hits) & (first_hits <= max_tokens)
+        return is_needed
 
     def longest_prefix(self, pages: Pages, num_tokens: int) -> int:
         """Return the longest prefix of at most ``num_tokens`` tokens, in whole blocks, whose live blocks have pages."""
@@ -85,15 +85,15 @@ class LiveRange:
 
     def hits_lost(self, pages: Pages, step: int, num_hits: int) -> Positions:
         """Return how many missing blocks each hit at a multiple of ``step`` needs: ``[num_hits + 1], int64``."""
-        (missing,) = np.nonzero(pages == 0)
-        first = -(-(missing + 1) * self.block_size // step)
+        (missing_blocks,) = np.nonzero(pages == 0)
+        start = -(-(missing_blocks + 1) * self.block_size // step)
         # A hit at the position where a block is dead does not need it.
-        stop = np.minimum(-(-self.deaths[missing] // step), num_hits + 1)
-        is_lost = first < stop
+        stop = np.minimum(-(-self.deaths[missing_blocks] // step), num_hits + 1)
+        is_lost = start < stop
         size = num_hits + 2
-        changes = np.bincount(first[is_lost], minlength=size) - np.bincount(stop[is_lost], minlength=size)
-        lost: Positions = np.cumsum(changes[: num_hits + 1])
-        return lost
+        changes = np.bincount(start[is_lost], minlength=size) - np.bincount(stop[is_lost], minlength=size)
+        num_lost: Positions = np.cumsum(changes[: num_hits + 1])
+        return num_lost
 
     def _ends(self, num_blocks: int) -> Positions:
         return (np.arange(num_blocks) + 1) * self.block_size
@@ -108,7 +108,7 @@ class DeathLists:
 
     def __init__(self, live: Sequence[tuple[int, LiveRange]]) -> None:
         """Sort the deaths of groups, each given with a number."""
-        self._places = np.array([place for place, _ in live], dtype=np.int64)
+        self._numbers = np.array([number for number, _ in live], dtype=np.int64)
         # Each list ends with a death that no row reaches. All lists are searched as one array, in which the numbers of
         # each list are larger than those of the list before.
         size = max(len(ranges.deaths) for _, ranges in live) + 1
@@ -123,38 +123,43 @@ class DeathLists:
 
     def after(self, num_computed: Positions) -> Positions:
         """Return ``[num_groups, n]``: the position in the lists of the first death after each row's computed tokens."""
-        after: Positions = self._keys.searchsorted(self._start + num_computed, "right")
-        return after
+        positions: Positions = self._keys.searchsorted(self._start + num_computed, "right")
+        return positions
 
-    def nearest(self, after: Positions) -> Positions:
+    def nearest(self, positions: Positions) -> Positions:
         """Return ``[n]``: the number of computed tokens at which the next block of each row dies."""
-        nearest: Positions = np.minimum.reduce(self._at[after])
+        nearest: Positions = np.minimum.reduce(self._at[positions])
         return nearest
 
     def between(self, start: Positions, stop: Positions) -> tuple[Positions | int, Positions, Positions]:
-        """Return the deaths between two results of ``after``: of each its group's place, the row's index, the block."""
+        """Return deaths between two results of ``after``: of each its group's number, the row's index, the block."""
         counts = (stop - start).reshape(-1)
         if np.maximum.reduce(counts) <= 1:
-            (which,) = counts.nonzero()
-            blocks = self._blocks[start.reshape(-1)[which]]
+            (row_indices,) = counts.nonzero()
+            blocks = self._blocks[start.reshape(-1)[row_indices]]
         else:
-            which = np.arange(len(counts)).repeat(counts)
+            row_indices = np.arange(len(counts)).repeat(counts)
             # Of each group and row, the last deaths before ``stop``, in their order.
             offset = stop.reshape(-1) - counts.cumsum()
-            blocks = self._blocks[offset[which] + np.arange(len(which))]
-        if len(self._places) == 1:
-            return int(self._places[0]), which, blocks
-        groups, which = np.divmod(which, start.shape[1])
-        return self._places[groups], which, blocks
+            blocks = self._blocks[offset[row_indices] + np.arange(len(row_indices))]
+        if len(self._numbers) == 1:
+            return int(self._numbers[0]), row_indices, blocks
+        groups, row_indices = np.divmod(row_indices, start.shape[1])
+        return self._numbers[groups], row_indices, blocks
 
 
-def longest_common_prefix(groups: Sequence[tuple[LiveRange, Pages]], step: int, most: int) -> int:
-    """Return the longest prefix, a multiple of ``step`` up to ``most``, whose live blocks have pages in every group."""
-    num_hits = most // step
+def longest_common_prefix(groups: Sequence[tuple[LiveRange, Pages]], step: int, max_tokens: int) -> int:
+    """Return the longest prefix whose live blocks have pages in every group.
+
+    It is a multiple of ``step`` tokens, and at most ``max_tokens``.
+    """
+    num_hits = max_tokens // step
     if not groups or not num_hits:
         return 0
-    lost = sum(live.hits_lost(pages[: num_hits * step // live.block_size], step, num_hits) for live, pages in groups)
-    return int(np.flatnonzero(lost == 0)[-1]) * step
+    num_lost = sum(
+        live.hits_lost(pages[: num_hits * step // live.block_size], step, num_hits) for live, pages in groups
+    )
+    return int(np.flatnonzero(num_lost == 0)[-1]) * step
 
 
 def _deaths_by_mask(mask: AttentionMask, size: int, num_blocks: int) -> Positions:
@@ -191,9 +196,9 @@ def _deaths_by_asking(answers: Answers, num_blocks: int, max_tokens: int) -> Pos
     size = answers.block_size
 
     def is_dead(block: int, n: int) -> bool:
-        first = block * size
+        first_token = block * size
         try:
-            return not any(start < first + size and first < stop for start, stop in answers.live_ranges(n))
+            return not any(start < first_token + size and first_token < stop for start, stop in answers.live_ranges(n))
         except SpecError:  # no request is extended beyond a wrong answer, so its blocks may all be kept
             return False
 

@@ -48,14 +48,14 @@ class Entry(RowState):
         uncounted: The result of its lookup, which its first commit counts: a waiting request is looked up many times.
         asked_tokens: The tokens of that lookup; 0 if there was none.
         num_resets: Resets of the prefix cache before it started; of a fork, before its first request started.
-        stored: Its copies in host memory; None while it is in the table.
+        stored_row: Its copies in host memory; None while it is in the table.
     """
 
     row: int = 0
     uncounted: PrefixHit = NO_HIT
     asked_tokens: int = 0
     num_resets: int = 0
-    stored: StoredRow | None = None
+    stored_row: StoredRow | None = None
 
 
 class KVCacheManager:
@@ -130,7 +130,7 @@ class KVCacheManager:
         self._pins = Pins(plan, self._pool)
         publisher = self._publisher if self.prefix_caching else None
         self._coordinator = KVCacheCoordinator(kinds, numbers, self._pool, publisher, copier)
-        self._input_groups = kinds.of_inputs
+        self._input_groups = kinds.input_groups
         self._kinds = kinds
         self.host_tier = None if host_pages is None else HostTier(plan, host_pages)
         host_pool = None if self.host_tier is None else self.host_tier.pool
@@ -187,15 +187,14 @@ class KVCacheManager:
         """
         self._check_new(request_id)
         row = self._rows.next_free()
-        namespace, of_inputs = self._check_prompt(token_ids, salt, inputs)
-        entry = Entry(namespace, token_ids, of_inputs, ranges=ranges, row=row, num_resets=self._num_resets)
+        namespace, blocks_of_inputs = self._check_prompt(token_ids, salt, inputs)
+        entry = Entry(namespace, token_ids, blocks_of_inputs, ranges=ranges, row=row, num_resets=self._num_resets)
         hit = NO_HIT
         if self.prefix_caching and use_prefix:
-            entry.asked_tokens = len(token_ids)
             # What other requests computed after their prompts' ends is no state of a request that gave up tokens.
             num_known = num_prompt_tokens if num_prompt_tokens and self.tables.first_tokens else len(token_ids)
-            hit = self._find_hit(namespace, token_ids, min(num_known, len(token_ids)) - 1, of_inputs, ranges)
-            entry.uncounted = hit
+            hit = self._find_hit(namespace, token_ids, min(num_known, len(token_ids)) - 1, blocks_of_inputs, ranges)
+            entry.uncounted, entry.asked_tokens = hit, len(token_ids)
         self._coordinator.start_row(row, entry, hit)
         self._rows.take()
         self._entries[request_id] = entry
@@ -227,7 +226,7 @@ class KVCacheManager:
         entry, why = self._entries.get(request_id), None
         if entry is None:
             why = "it is not in the table; start it"
-        elif entry.stored is not None:
+        elif entry.stored_row is not None:
             why = "it is swapped out; swap it in"
         elif not self._can_fork:
             why = "its manager has no copier for shared pages; make the manager with one"
@@ -235,16 +234,16 @@ class KVCacheManager:
             why = "its inputs are not computed; commit its first tokens before"
         if entry is None or why is not None:
             raise RequestError(f"the request {request_id!r} cannot be forked: {why}", code="no_fork")
-        new = attrs.evolve(entry, token_ids=token_ids, row=row, uncounted=NO_HIT, asked_tokens=0)
-        self._coordinator.fork_row(entry.row, row, new)
+        new_entry = attrs.evolve(entry, token_ids=token_ids, row=row, uncounted=NO_HIT, asked_tokens=0)
+        self._coordinator.fork_row(entry.row, row, new_entry)
         self._rows.take()
-        self._entries[new_id] = new
+        self._entries[new_id] = new_entry
 
     def _check_prompt(
-        self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence], least: int = 1
+        self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence], min_tokens: int = 1
     ) -> tuple[Namespace, tuple[InputBlocks, ...]]:
         """Check tokens, salt and inputs; return the namespace, and the blocks of the inputs."""
-        check_tokens(token_ids, self.plan.max_model_len, least)
+        check_tokens(token_ids, self.plan.max_model_len, min_tokens)
         check_salt(salt)
         if inputs == NO_INPUTS:
             return (salt, b""), ()
@@ -256,7 +255,7 @@ class KVCacheManager:
         check_name(request_id)
         entry = self._entries.get(request_id)
         if entry is not None:
-            where = "in the table" if entry.stored is None else "swapped out"
+            where = "in the table" if entry.stored_row is None else "swapped out"
             raise RequestError(
                 f"a request {request_id!r} is {where} already; free it first, or give the new one another name",
                 code="duplicate_id",
@@ -264,8 +263,8 @@ class KVCacheManager:
 
     def find(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> int:
         """Return how many tokens ``start`` would find cached of a prompt without ranges."""
-        namespace, of_inputs = self._check_prompt(token_ids, salt, inputs)
-        return self._cache.find_prefix(namespace, token_ids, len(token_ids) - 1, of_inputs).num_tokens
+        namespace, blocks_of_inputs = self._check_prompt(token_ids, salt, inputs)
+        return self._cache.find_prefix(namespace, token_ids, len(token_ids) - 1, blocks_of_inputs).num_tokens
 
     def found_prefix(self, request_id: str) -> FoundPrefix:
         """Return the hit of a request, and why it is not longer. Call this before its first ``commit``."""
@@ -274,7 +273,7 @@ class KVCacheManager:
 
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs of a request whose state the next step has to compute; none after its first ``commit``."""
-        return self._entry(request_id).missing
+        return self._entry(request_id).missing_inputs
 
     def has_capacity(self, request_id: str, num_tokens: int) -> bool:
         """Return whether the pool has all pages that a request needs for its first ``num_tokens`` tokens.
@@ -356,8 +355,8 @@ class KVCacheManager:
                 self._pool.count_uses(entry.uncounted.needed_pages(group))
         entry.uncounted, entry.asked_tokens = NO_HIT, 0
         if self._input_groups and entry.num_resets == self._num_resets:
-            for each in entry.inputs:
-                self._cache.inputs.publish_input(each, self.tables[each.group].ids[entry.row, : each.num_blocks])
+            for blocks in entry.inputs:
+                self._cache.inputs.publish_input(blocks, self.tables[blocks.group].ids[entry.row, : blocks.num_blocks])
 
     def _after_commit(self, rows: Sequence[int]) -> None:
         """Record the events of rows, if there is an event log, and raise for tokens that could not be read."""
@@ -367,7 +366,7 @@ class KVCacheManager:
             if row in self._publisher.unreadable:
                 why = self._publisher.unreadable.pop(row)
                 entries = self._entries.items()
-                request_id = next(name for name, entry in entries if entry.row == row and entry.stored is None)
+                request_id = next(name for name, entry in entries if entry.row == row and entry.stored_row is None)
                 raise RequestError(
                     f"the request {request_id!r} is committed, but no other request finds its tokens from there on: "
                     f"{why}",
@@ -405,11 +404,11 @@ class KVCacheManager:
             RuntimeError: A copy failed.
         """
         entry = self._entry(request_id)
-        stored = self._swapper.swap_out_row(entry.row)
-        if stored is None:
+        stored_row = self._swapper.swap_out_row(entry.row)
+        if stored_row is None:
             return False
         self._free_row(entry.row)
-        entry.stored = stored
+        entry.stored_row = stored_row
         return True
 
     def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
@@ -431,17 +430,18 @@ class KVCacheManager:
         """
         check_name(request_id)
         entry = self._entries.get(request_id)
-        if entry is None or entry.stored is None:
+        if entry is None or entry.stored_row is None:
             where = "there is none of that name" if entry is None else "it is in the table"
             raise RequestError(
                 f"the request {request_id!r} is not swapped out: {where}; swap in only what 'swap_out' took out",
                 code="not_swapped",
             )
         check_num_tokens(num_tokens, self.plan.max_model_len)
-        if num_tokens < entry.stored.num_computed:
+        num_computed = entry.stored_row.num_computed
+        if num_tokens < num_computed:
             raise RequestError(
-                f"the request {request_id!r} has {entry.stored.num_computed} computed tokens, and is swapped in with "
-                f"blocks for them all, not for {num_tokens}; ask for at least {entry.stored.num_computed}",
+                f"the request {request_id!r} has {num_computed} computed tokens, and is swapped in with "
+                f"blocks for them all, not for {num_tokens}; ask for at least {num_computed}",
                 code="bad_count",
             )
         # After a reset, cached pages may come from other weights than the request's own; and after it gave up tokens of
@@ -449,10 +449,10 @@ class KVCacheManager:
         is_shared = self.prefix_caching and entry.num_resets == self._num_resets and not entry.first_tokens
         row = self._rows.next_free()
         use_prefix = use_prefix and is_shared
-        if not self._swapper.swap_in_row(row, entry, entry.stored, num_tokens, use_prefix=use_prefix):
+        if not self._swapper.swap_in_row(row, entry, entry.stored_row, num_tokens, use_prefix=use_prefix):
             return False
         self._rows.take()
-        entry.row, entry.stored = row, None
+        entry.row, entry.stored_row = row, None
         if self.prefix_caching:
             self._fresh[row] = entry
             if is_shared:
@@ -464,8 +464,8 @@ class KVCacheManager:
         """Remove a request, in the table or swapped out, and release its pages; its findable blocks stay cached."""
         check_name(request_id)
         entry = self._entries.get(request_id) or self._entry(request_id)
-        if entry.stored is not None:
-            self._swapper.release_copies(entry.stored)
+        if entry.stored_row is not None:
+            self._swapper.release_copies(entry.stored_row)
         else:
             self._free_row(entry.row)
         del self._entries[request_id]
@@ -479,7 +479,7 @@ class KVCacheManager:
         if type(request_id) is not str:
             check_name(request_id)
         entry = self._entries.get(request_id)
-        if entry is None or entry.stored is not None:
+        if entry is None or entry.stored_row is not None:
             where = "there is none of that name; start it" if entry is None else "it is swapped out; swap it in"
             raise RequestError(f"the request {request_id!r} is not in the table: {where}", code="unknown_id")
         return entry
@@ -507,7 +507,7 @@ class KVCacheManager:
             False if a page of a removed slab is held, or the plan's longest request would no longer fit beside pinned
             pages.
         """
-        check_count("num_slabs", num_slabs, least=len(self.plan.groups))
+        check_count("num_slabs", num_slabs, minimum=len(self.plan.groups))
         if num_slabs > self.plan.most_slabs:
             raise RequestError(
                 f"a pool of {safe_repr(num_slabs)} slabs is refused: {self.plan.most_slabs} are the most whose pages "
@@ -546,8 +546,8 @@ class KVCacheManager:
         Raises:
             RequestError: The plan's longest request would no longer fit beside all pins (``no_capacity``).
         """
-        namespace, of_inputs = self._check_prompt(token_ids, salt, inputs, least=0)
-        hit = self._find_hit(namespace, token_ids, len(token_ids), of_inputs, ranges)
+        namespace, blocks_of_inputs = self._check_prompt(token_ids, salt, inputs, min_tokens=0)
+        hit = self._find_hit(namespace, token_ids, len(token_ids), blocks_of_inputs, ranges)
         return self._pins.pin_prefix(hit, checks_capacity=checks_capacity)
 
     def restore(
@@ -582,8 +582,8 @@ class KVCacheManager:
             Exception: What ``fetch`` raises.
         """
         row = self._rows.next_free()
-        namespace, of_inputs = self._check_prompt(token_ids, salt, inputs, least=0)
-        state = RowState(namespace, token_ids, of_inputs, ranges=ranges)
+        namespace, blocks_of_inputs = self._check_prompt(token_ids, salt, inputs, min_tokens=0)
+        state = RowState(namespace, token_ids, blocks_of_inputs, ranges=ranges)
         if not self._swapper.restore_prefix(row, state, copies, fetch, is_caching=self.prefix_caching):
             return None
         return self.pin(token_ids, salt=salt, inputs=inputs, ranges=ranges, checks_capacity=False)
@@ -592,14 +592,14 @@ class KVCacheManager:
         self,
         namespace: Namespace,
         token_ids: Sequence[int],
-        most: int,
-        of_inputs: tuple[InputBlocks, ...],
+        max_tokens: int,
+        blocks_of_inputs: tuple[InputBlocks, ...],
         ranges: Sequence[TokenRange],
     ) -> PrefixHit:
-        """Return the cached blocks of the first ``most`` tokens, and of inputs; no hit ends within a range."""
-        hit = self._cache.find_prefix(namespace, token_ids, most, of_inputs)
-        while ranges and (most := before_range(ranges, hit.num_tokens)) < hit.num_tokens:
-            hit = self._cache.find_prefix(namespace, token_ids, most, of_inputs)
+        """Return the cached blocks of the first ``max_tokens`` tokens, and of inputs; no hit ends within a range."""
+        hit = self._cache.find_prefix(namespace, token_ids, max_tokens, blocks_of_inputs)
+        while ranges and (max_tokens := before_range(ranges, hit.num_tokens)) < hit.num_tokens:
+            hit = self._cache.find_prefix(namespace, token_ids, max_tokens, blocks_of_inputs)
         return hit
 
     def unpin(self, pin: Pin) -> None:
@@ -674,10 +674,12 @@ class KVCacheManager:
             known: An earlier result for the same request, whose keys need not be made again.
         """
         check_secret(secret)
-        namespace, of_inputs = self._check_prompt(token_ids, salt, inputs)
+        namespace, blocks_of_inputs = self._check_prompt(token_ids, salt, inputs)
         num_known = num_prompt_tokens if num_prompt_tokens and self.tables.first_tokens else len(token_ids)
-        most = min(num_known, len(token_ids)) - 1
-        return prefix_blocks(self._cache, self._kinds, secret, namespace, token_ids, most, of_inputs, ranges, known)
+        max_tokens = min(num_known, len(token_ids)) - 1
+        return prefix_blocks(
+            self._cache, self._kinds, secret, namespace, token_ids, max_tokens, blocks_of_inputs, ranges, known
+        )
 
     check_salt = staticmethod(check_salt)
 
@@ -723,32 +725,34 @@ class KVCacheManager:
         Raises:
             AssertionError: A check fails; the text names it.
         """
-        swapped = [entry.stored for entry in self._entries.values() if entry.stored is not None]
-        taken = [entry.row for entry in self._entries.values() if entry.stored is None]
-        audit_rows(self.tables, self._rows.free, taken, self._numbers.num_blocks, self._numbers.num_computed)
-        held = np.concatenate([pages_in(self.tables), self._pins.pinned_pages()])
-        audit_pool(self._pool, self.plan, held)
+        stored_rows = [entry.stored_row for entry in self._entries.values() if entry.stored_row is not None]
+        taken_rows = [entry.row for entry in self._entries.values() if entry.stored_row is None]
+        audit_rows(self.tables, self._rows.free, taken_rows, self._numbers.num_blocks, self._numbers.num_computed)
+        held_pages = np.concatenate([pages_in(self.tables), self._pins.pinned_pages()])
+        audit_pool(self._pool, self.plan, held_pages)
         audit_tree(self._cache.tree)
         if self.host_tier is not None:
-            self.host_tier.audit(np.concatenate([np.zeros(0, np.int32), *(stored.pages for stored in swapped)]))
+            self.host_tier.audit(np.concatenate([np.zeros(0, np.int32), *(row.pages for row in stored_rows)]))
 
     @property
     def stats(self) -> KVCacheStats:
         """The cache's counters, as a copy."""
-        pool, host = self._pool, self._swapper.host_pool
-        lookups = [attrs.evolve(found) for found in self._lookups]
-        of_tokens = [found for found, group in zip(lookups, self.plan.groups, strict=True) if not group.is_of_input]
+        pool, host_pool = self._pool, self._swapper.host_pool
+        lookups = [attrs.evolve(counts) for counts in self._lookups]
+        token_lookups = [
+            counts for counts, group in zip(lookups, self.plan.groups, strict=True) if not group.is_of_input
+        ]
         return KVCacheStats(
-            queried_tokens=of_tokens[0].asked_tokens if of_tokens else 0,
-            hit_tokens=of_tokens[0].hit_tokens if of_tokens else 0,
+            queried_tokens=token_lookups[0].asked_tokens if token_lookups else 0,
+            hit_tokens=token_lookups[0].hit_tokens if token_lookups else 0,
             lookups=lookups,
             blocks_held=[*pool.blocks_held],
             peak_blocks_held=[*pool.peak_blocks_held],
             peak_bytes_held=pool.peak_held_bytes,
             blocks_evicted=[*pool.blocks_evicted],
             blocks_moved=[*self._coordinator.blocks_moved],
-            host_bytes_held=0 if host is None else host.held_bytes,
-            peak_host_bytes_held=0 if host is None else host.peak_held_bytes,
+            host_bytes_held=0 if host_pool is None else host_pool.held_bytes,
+            peak_host_bytes_held=0 if host_pool is None else host_pool.peak_held_bytes,
         )
 
     @property

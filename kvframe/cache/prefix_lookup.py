@@ -35,37 +35,37 @@ class PrefixHit:
         num_tokens: Tokens that need not be computed.
         stacks: Per table stack ``[num_groups, num_blocks], int32``: the pages of a prefix at least as long, 0 for none;
             every live block has a page.
-        place: For each group of tokens, the number of its table stack, and its place in the stack.
+        stack_indices: For each group of tokens, the number of its table stack, and its index in the stack.
         inputs: For each input that is cached as a whole, the pages of all its blocks, per group.
         branch: The length of the prefix that an earlier request has too, if it is longer than the hit, because a type
             that stores few blocks stored none at its end; otherwise 0. It is computed again.
         match: The known tokens.
-        found: Per group of tokens, stack by stack, the length of its hit without the other groups; empty if no token is
-            known.
+        found_tokens: Per group of tokens, stack by stack, the length of its hit without the other groups; empty if no
+            token is known.
         limiting: The groups with a shorter hit than others.
-        of_inputs: The hit of each input in each of its groups.
+        input_lookups: The hit of each input in each of its groups.
     """
 
     num_tokens: int = 0
     stacks: Sequence[Pages] = ()
-    place: Mapping[int, tuple[int, int]] = _NONE
+    stack_indices: Mapping[int, tuple[int, int]] = _NONE
     inputs: Mapping[str, Mapping[int, Pages]] = _NONE
     branch: int = 0
     match: Match = NO_MATCH
-    found: Sequence[int] = ()
+    found_tokens: Sequence[int] = ()
     limiting: Sequence[int] = ()
-    of_inputs: Sequence[tuple[int, GroupLookups]] = ()
+    input_lookups: Sequence[tuple[int, GroupLookups]] = ()
 
     def needed_pages(self, group: PlannedGroup) -> Pages:
         """Return ``[num_blocks], int32``: the pages that a request with this hit references, 0 for none."""
         if group.is_of_input:
-            of_input: Pages = self.inputs.get(group.spec.sequence, {}).get(group.index, np.zeros(0, dtype=np.int32))
-            return of_input.copy()
-        needed = np.zeros(self.num_tokens // group.block_size, dtype=np.int32)
+            input_pages: Pages = self.inputs.get(group.spec.sequence, {}).get(group.index, np.zeros(0, dtype=np.int32))
+            return input_pages.copy()
+        pages = np.zeros(self.num_tokens // group.block_size, dtype=np.int32)
         for start, stop in group.answers.live_blocks(self.num_tokens) if self.num_tokens else ():
-            stack, place = self.place[group.index]
-            needed[start:stop] = self.stacks[stack][place, start:stop]
-        return needed
+            stack, index = self.stack_indices[group.index]
+            pages[start:stop] = self.stacks[stack][index, start:stop]
+        return pages
 
 
 NO_HIT = PrefixHit()
@@ -85,8 +85,8 @@ class PrefixCache:
         plan = kinds.plan
         self.tree = RadixTree(kinds.live, kinds.stacks, plan.max_model_len)
         self.publisher = Publisher(self.tree, kinds, numbers)
-        self.inputs = InputIndex(kinds.of_inputs)
-        on_evicted = self._remove_evicted if kinds.of_inputs else self.tree.remove_evicted
+        self.inputs = InputIndex(kinds.input_groups)
+        on_evicted = self._remove_evicted if kinds.input_groups else self.tree.remove_evicted
         self.pool = BlockPool(
             plan, reserve_slabs=_reserve(plan), on_evicted=on_evicted if is_caching else None, eviction=eviction
         )
@@ -108,51 +108,53 @@ class PrefixCache:
         index.remove_evicted(owner, groups, indices)
 
     def find_prefix(
-        self, namespace: Namespace, tokens: Sequence[int], most: int, inputs: Sequence[InputBlocks] = ()
+        self, namespace: Namespace, tokens: Sequence[int], max_tokens: int, inputs: Sequence[InputBlocks] = ()
     ) -> PrefixHit:
-        """Return the hit of a request's inputs, with all their blocks, and of its first ``most`` tokens.
+        """Return the hit of a request's inputs, with all their blocks, and of its first ``max_tokens`` tokens.
 
         A hit of ``n`` tokens needs exactly the blocks that are live at ``n``, in every group.
         """
         if not self._is_caching:
             return NO_HIT
-        match = self.tree.match_prefix(namespace, tokens, most)
-        most = match.length if self._ends_with_match else min(most, self._max_tokens)
-        if not most and not inputs:
+        match = self.tree.match_prefix(namespace, tokens, max_tokens)
+        max_tokens = match.length if self._ends_with_match else min(max_tokens, self._max_tokens)
+        if not max_tokens and not inputs:
             return NO_HIT
-        of_stack = self.tree.pages_of(match, most)
+        stacks = self.tree.pages_of(match, max_tokens)
         if self._ends_with_pages:
-            most = max(last_column(pages) * size for pages, size in zip(of_stack, self.tree.sizes, strict=True))
-        found: list[int] = []
-        for live_of_stack, pages in zip(self._live, of_stack, strict=True):
+            max_tokens = max(last_column(pages) * size for pages, size in zip(stacks, self.tree.sizes, strict=True))
+        found_tokens: list[int] = []
+        for ranges, pages in zip(self._live, stacks, strict=True):
             if np.count_nonzero(pages) == pages.size:
-                found += [pages.shape[1] * live_of_stack[0].block_size] * len(pages)
+                found_tokens += [pages.shape[1] * ranges[0].block_size] * len(pages)
             else:
-                found += [live.longest_prefix(row, most) for live, row in zip(live_of_stack, pages, strict=True)]
-        hit, longest = (min(found), max(found)) if found else (0, 0)
+                found_tokens += [live.longest_prefix(row, max_tokens) for live, row in zip(ranges, pages, strict=True)]
+        hit_tokens, longest = (min(found_tokens), max(found_tokens)) if found_tokens else (0, 0)
         limiting: Sequence[int] = ()
-        if hit < longest or hit % self._alignment:
-            held = list(zip(chain.from_iterable(self._live), chain.from_iterable(of_stack), strict=True))
-            hit = longest_common_prefix(held, self._alignment, hit)
-            limiting = self._limiting(held, found, hit)
+        if hit_tokens < longest or hit_tokens % self._alignment:
+            group_pages = list(zip(chain.from_iterable(self._live), chain.from_iterable(stacks), strict=True))
+            hit_tokens = longest_common_prefix(group_pages, self._alignment, hit_tokens)
+            limiting = self._limiting(group_pages, found_tokens, hit_tokens)
         branch = 0
-        if self._has_sparse and match.length > hit:
-            known = self.tree.end_of_pages(match)
-            branch = known - known % self._alignment
-        whole_inputs, of_inputs = self._find_inputs(inputs) if inputs else (_NONE, ())
+        if self._has_sparse and match.length > hit_tokens:
+            num_known = self.tree.end_of_pages(match)
+            branch = num_known - num_known % self._alignment
+        whole_inputs, input_lookups = self._find_inputs(inputs) if inputs else (_NONE, ())
         return PrefixHit(
-            num_tokens=hit,
-            stacks=of_stack,
-            place=self.tree.place,
+            num_tokens=hit_tokens,
+            stacks=stacks,
+            stack_indices=self.tree.stack_indices,
             inputs=whole_inputs,
-            branch=branch if branch > hit else 0,
+            branch=branch if branch > hit_tokens else 0,
             match=match,
-            found=found,
+            found_tokens=found_tokens,
             limiting=limiting,
-            of_inputs=of_inputs,
+            input_lookups=input_lookups,
         )
 
-    def _limiting(self, held: Sequence[tuple[LiveRange, Pages]], found: Sequence[int], hit: int) -> list[int]:
+    def _limiting(
+        self, group_pages: Sequence[tuple[LiveRange, Pages]], found_tokens: Sequence[int], hit_tokens: int
+    ) -> list[int]:
         """Return the groups that have no longer hit, if another group has one."""
 
         def lacks(live: LiveRange, pages: Pages, num_tokens: int) -> bool:
@@ -161,42 +163,42 @@ class PrefixCache:
                 return num_tokens % live.block_size > 0
             return live.longest_prefix(pages, num_tokens) < num_tokens
 
-        longer = {num_tokens for num_tokens in found if num_tokens > hit}
-        held_by = zip(self._groups, held, strict=True)
+        longer = {num_tokens for num_tokens in found_tokens if num_tokens > hit_tokens}
+        held_by = zip(self._groups, group_pages, strict=True)
         return [group for group, (live, row) in held_by if any(lacks(live, row, num_tokens) for num_tokens in longer)]
 
     def _find_inputs(
         self, inputs: Sequence[InputBlocks]
     ) -> tuple[dict[str, dict[int, Pages]], list[tuple[int, GroupLookups]]]:
         """Return the pages of completely cached inputs, and the hit of each input in each group."""
-        known = {each: self.inputs.find_input(each) for each in inputs}
-        found = {each: pages for each, pages in known.items() if pages is not None and pages.all()}
-        some = {each.sequence for each in found}
-        lacking = {each.sequence for each in inputs if each not in found}
-        whole: dict[str, dict[int, Pages]] = {}
+        pages_of = {blocks: self.inputs.find_input(blocks) for blocks in inputs}
+        complete_inputs = {blocks: pages for blocks, pages in pages_of.items() if pages is not None and pages.all()}
+        found_names = {blocks.sequence for blocks in complete_inputs}
+        lacking = {blocks.sequence for blocks in inputs if blocks not in complete_inputs}
+        whole_inputs: dict[str, dict[int, Pages]] = {}
         lookups = []
-        for each in inputs:
-            is_found, is_hit = each in found, each.sequence not in lacking
-            is_limiting = not is_found and each.sequence in some
-            size = each.num_tokens
-            of_group = GroupLookups(self._kinds[each.group], size, size * is_found, size * is_hit, is_limiting)
-            lookups.append((each.group, of_group))
+        for blocks in inputs:
+            is_found, is_hit = blocks in complete_inputs, blocks.sequence not in lacking
+            is_limiting = not is_found and blocks.sequence in found_names
+            size = blocks.num_tokens
+            group_lookups = GroupLookups(self._kinds[blocks.group], size, size * is_found, size * is_hit, is_limiting)
+            lookups.append((blocks.group, group_lookups))
             if is_hit:
-                whole.setdefault(each.sequence, {})[each.group] = found[each]
-        return whole, lookups
+                whole_inputs.setdefault(blocks.sequence, {})[blocks.group] = complete_inputs[blocks]
+        return whole_inputs, lookups
 
     def count_hit(self, hit: PrefixHit, num_tokens: int, totals: Sequence[GroupLookups]) -> None:
         """Add the hit of a lookup of so many tokens to the totals of each group."""
         for group in self._groups:
             totals[group].asked_tokens += num_tokens
-        if not hit.found and not hit.of_inputs:
+        if not hit.found_tokens and not hit.input_lookups:
             return
-        for group, num_tokens in zip(self._groups, hit.found, strict=True):
+        for group, num_tokens in zip(self._groups, hit.found_tokens, strict=True):
             totals[group].found_tokens += num_tokens
             totals[group].hit_tokens += hit.num_tokens
         for group in hit.limiting:
             totals[group].times_limiting += 1
-        for group, lookups in hit.of_inputs:
+        for group, lookups in hit.input_lookups:
             totals[group].add(lookups)
 
     def clear(self) -> None:
@@ -238,39 +240,41 @@ def _reserve(plan: KVCachePlan) -> int:
 
 def found_prefix(hit: PrefixHit, num_asked: int, plan: KVCachePlan) -> FoundPrefix:
     """Return the result of a lookup of ``num_asked`` tokens, the last one included, as a value; 0 for no lookup."""
-    found = dict(zip(sorted(hit.place, key=hit.place.__getitem__), hit.found, strict=False))
+    tokens_of = dict(zip(sorted(hit.stack_indices, key=hit.stack_indices.__getitem__), hit.found_tokens, strict=False))
     return FoundPrefix(
         num_tokens=hit.num_tokens,
         known_tokens=hit.match.length,
-        of_groups=dict(sorted(found.items())),
+        of_groups=dict(sorted(tokens_of.items())),
         limited_by=tuple(sorted(hit.limiting)),
-        why=_why(hit, num_asked, plan, found),
+        why=_why(hit, num_asked, plan, tokens_of),
     )
 
 
-def _why(hit: PrefixHit, num_asked: int, plan: KVCachePlan, found: Mapping[int, int]) -> str:
+def _why(hit: PrefixHit, num_asked: int, plan: KVCachePlan, found_tokens: Mapping[int, int]) -> str:
     if not num_asked:
         return "no prefix was looked up"
-    known = hit.match.length
+    known_tokens = hit.match.length
     if hit.limiting:
-        return "; ".join(_why_group(plan, index, found[index], known) for index in sorted(hit.limiting))
+        return "; ".join(_why_group(plan, index, found_tokens[index], known_tokens) for index in sorted(hit.limiting))
     if hit.num_tokens + plan.alignment > num_asked - 1:
         return ""
-    if not known:
+    if not known_tokens:
         return "its first block is not cached for a request of its salt and inputs"
-    if hit.num_tokens + plan.alignment > known:
-        return f"from token {known} on, its blocks are not those of an earlier request"
+    if hit.num_tokens + plan.alignment > known_tokens:
+        return f"from token {known_tokens} on, its blocks are not those of an earlier request"
     return f"the blocks after token {hit.num_tokens} were evicted"
 
 
-def _why_group(plan: KVCachePlan, index: int, num_found: int, known: int) -> str:
+def _why_group(plan: KVCachePlan, index: int, num_found: int, known_tokens: int) -> str:
     """Return why a group's hit is not longer."""
     group = plan.groups[index]
     who, size = f"group {index} ({group.spec.kind})", group.block_size
     if size > plan.max_model_len:
         return f"{who} keeps no state that a later request could continue from"
-    if num_found + size > known:
-        return f"{who} has blocks of {size} tokens, and the next one ends after the {known} tokens that are known"
+    if num_found + size > known_tokens:
+        return (
+            f"{who} has blocks of {size} tokens, and the next one ends after the {known_tokens} tokens that are known"
+        )
     if type(group.spec).stored_blocks is not KVCacheSpec.stored_blocks:
         return f"{who} keeps states at few blocks' ends, and has none after token {num_found}"
     return f"{who} lacks blocks after token {num_found}, which were evicted"
@@ -330,32 +334,32 @@ class Pins:
         """Return whether the longest request still fits if all pins stay and the pool has a plan's number of slabs."""
         if plan.num_slabs >= self.plan.num_slabs or not len(self.pinned_pages()):
             return True
-        needed, left = self._needed_and_left(plan, self._pins.values())
-        return needed <= left
+        needed_slabs, unpinned_slabs = self._needed_and_left(plan, self._pins.values())
+        return needed_slabs <= unpinned_slabs
 
     def pinned_pages(self) -> BlockIds:
         """Return the pages of all pins, each as often as it is pinned."""
         return _pages_of(self._pins.values())
 
     def _check_capacity(self, pin: Pin) -> None:
-        plan, others = self.plan, tuple(self._pins.values())
-        needed_before, left_before = self._needed_and_left(plan, others)
-        needed, left = self._needed_and_left(plan, (*others, pin))
+        plan, other_pins = self.plan, tuple(self._pins.values())
+        needed_before, left_before = self._needed_and_left(plan, other_pins)
+        needed_slabs, unpinned_slabs = self._needed_and_left(plan, (*other_pins, pin))
         # Pages that are pinned already take no more capacity.
-        if needed - left > max(0, needed_before - left_before):
+        if needed_slabs - unpinned_slabs > max(0, needed_before - left_before):
             raise RequestError(
-                f"with these {pin.num_tokens} tokens pinned, {left} of the cache's {plan.num_slabs} slabs are left, "
-                f"but a request of {plan.max_model_len} tokens, the most there may be, takes {needed}; give the cache "
-                "more memory, lower max_model_len, or unpin others",
+                f"with these {pin.num_tokens} tokens pinned, {unpinned_slabs} of the cache's {plan.num_slabs} slabs "
+                f"are left, but a request of {plan.max_model_len} tokens, the most there may be, takes {needed_slabs}; "
+                "give the cache more memory, lower max_model_len, or unpin others",
                 code="no_capacity",
             )
 
     def _needed_and_left(self, plan: KVCachePlan, pins: Iterable[Pin]) -> tuple[int, int]:
         """Return the slabs that the longest request needs, and those without a page of some pins, in a smaller plan."""
         pages = np.unique(_pages_of(pins))
-        needed = plan.num_slabs_for(plan.peak_blocks(plan.max_model_len))
+        needed_slabs = plan.num_slabs_for(plan.peak_blocks(plan.max_model_len))
         num_removed = self.plan.num_slabs - plan.num_slabs
-        return needed, self._pool.free_list.count_idle_slabs(pages) - num_removed
+        return needed_slabs, self._pool.free_list.count_idle_slabs(pages) - num_removed
 
 
 def _pages_of(pins: Iterable[Pin]) -> BlockIds:

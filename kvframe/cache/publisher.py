@@ -37,8 +37,8 @@ class _Cursor:
 
     def next_publication(self, unit: int) -> int:
         """Return the number of computed tokens at which the next ``unit`` tokens can be published."""
-        after = self.offset + unit
-        return after if after <= self.stop else NEVER
+        next_offset = self.offset + unit
+        return next_offset if next_offset <= self.stop else NEVER
 
 
 class Publisher:
@@ -64,8 +64,8 @@ class Publisher:
         ]
         self._flat = [pages.reshape(-1) for pages in self.row_pages]
         # The indices of blocks, the last one first, as the pool stores them.
-        most = max((stack.ids.shape[2] for stack in kinds.stacks), default=0)
-        self._backwards = np.arange(most, dtype=np.int32)[::-1].copy()
+        max_blocks = max((stack.ids.shape[2] for stack in kinds.stacks), default=0)
+        self._backwards = np.arange(max_blocks, dtype=np.int32)[::-1].copy()
         # The row pages that are not block tables, with the block size.
         self._apart = [
             (pages, stack.block_size)
@@ -142,7 +142,7 @@ class Publisher:
 
     def forget_refused(self, row: int, group: int, start: int, stop: int) -> None:
         """Forget a row's pages of the blocks ``[start, stop)`` of a group, which no computed token is in."""
-        s, g = self._tree.place[group]
+        s, g = self._tree.stack_indices[group]
         self.row_pages[s][g, row, start:stop] = 0
 
     # --- rows whose tokens are in the tree ----------------------------------------------------------------------------
@@ -166,17 +166,17 @@ class Publisher:
         tokens = self._states[row].token_ids
         while offset < end:
             if offset == node.stop:
-                first = as_bytes(tokens, offset, offset + self._tree.unit)
-                child = node.children.get(first)
+                first_unit = as_bytes(tokens, offset, offset + self._tree.unit)
+                child = node.children.get(first_unit)
                 if child is None:  # all other tokens are read later, with the leaf
-                    self._add_leaf(cursor, row, node, first)
+                    self._add_leaf(cursor, row, node, first_unit)
                     return
                 node = child
                 self._update_leaf(node)
             data = as_bytes(tokens, offset, min(end, node.stop))
-            known = self._tree.end_of_common(node, offset, data, offset)
-            self._fill_missing(row, node, max(offset, cursor.offset), known)
-            offset = known
+            common_end = self._tree.end_of_common(node, offset, data, offset)
+            self._fill_missing(row, node, max(offset, cursor.offset), common_end)
+            offset = common_end
             if offset < min(end, node.stop):
                 lower, node = node, self._tree.split_node(node, offset)
                 if lower.row >= 0:
@@ -188,10 +188,10 @@ class Publisher:
     def _stop_within_range(self, cursor: _Cursor, row: int) -> None:
         """Stop publishing a row before a range within which its tokens begin to differ from another request's."""
         end, state = self._end_of(cursor, row), self._states[row]
-        known = self._tree.match_prefix(state.namespace, state.token_ids, end).length
-        if known < end:
-            start = before_range(state.ranges, known)
-            if start < known:
+        num_known = self._tree.match_prefix(state.namespace, state.token_ids, end).length
+        if num_known < end:
+            start = before_range(state.ranges, num_known)
+            if start < num_known:
                 cursor.stop = min(cursor.stop, start)
 
     def _find_offset(self, cursor: _Cursor, row: int) -> tuple[RadixNode, int]:
@@ -208,17 +208,17 @@ class Publisher:
     def _fill_missing(self, row: int, node: RadixNode, start: int, stop: int) -> None:
         """Give a node pages of a row for the blocks that end in tokens ``(start, stop]`` and have none."""
         for s, size in enumerate(self._tree.sizes):
-            first, last = start // size, stop // size
-            theirs = node.pages[s][:, first - node.start // size : last - node.start // size]
-            if np.count_nonzero(theirs) == theirs.size:
+            first_block, span = start // size, slice(start // size, stop // size)
+            node_pages = node.pages[s][:, first_block - node.start // size : span.stop - node.start // size]
+            if np.count_nonzero(node_pages) == node_pages.size:
                 continue
-            mine = self.row_pages[s][:, row, first:last] * self._tree.is_needed[s][:, first:last]
-            groups, blocks = np.nonzero((theirs == 0) & (mine != 0))
-            is_unowned = self._tree.pool.owners_of(mine[groups, blocks]) == NO_OWNER
+            row_pages = self.row_pages[s][:, row, span] * self._tree.is_needed[s][:, span]
+            groups, blocks = np.nonzero((node_pages == 0) & (row_pages != 0))
+            is_unowned = self._tree.pool.owners_of(row_pages[groups, blocks]) == NO_OWNER
             groups, blocks = groups[is_unowned], blocks[is_unowned]
-            theirs[groups, blocks] = pages = mine[groups, blocks]
+            node_pages[groups, blocks] = pages = row_pages[groups, blocks]
             node.num_pages += len(pages)
-            self._tree.pool.publish_blocks(node.owner, pages, first + blocks)
+            self._tree.pool.publish_blocks(node.owner, pages, first_block + blocks)
         self.forget_pages(row, start, stop)
         if self._tree.on_stored is not None:
             self._tree.on_stored(node, start, stop)
@@ -230,16 +230,16 @@ class Publisher:
         cursor = self._cursors[row]
         return cursor.node if cursor is not None and cursor.node is not None and cursor.node.row == row else None
 
-    def _add_leaf(self, cursor: _Cursor, row: int, parent: RadixNode, first: bytes) -> None:
+    def _add_leaf(self, cursor: _Cursor, row: int, parent: RadixNode, first_unit: bytes) -> None:
         """Add a leaf that grows with a row; its parent, which is up to date, stops growing."""
         if parent.row >= 0:
-            other = self._cursors[parent.row]
-            assert other is not None
-            other.offset = parent.stop
-            self._next_publication[parent.row] = other.next_publication(self._tree.unit)
+            parent_cursor = self._cursors[parent.row]
+            assert parent_cursor is not None
+            parent_cursor.offset = parent.stop
+            self._next_publication[parent.row] = parent_cursor.next_publication(self._tree.unit)
             self.forget_pages(parent.row, parent.start, parent.stop)
             self._end_growth(parent)
-        leaf = cursor.node = self._tree.add_node(parent, parent.stop, first)
+        leaf = cursor.node = self._tree.add_node(parent, parent.stop, first_unit)
         leaf.row = row
         self._leaf_owner[row], self._leaf_start[row] = leaf.owner, leaf.start
         self._next_publication[row] = NEVER
@@ -251,7 +251,7 @@ class Publisher:
     def release_passed(
         self,
         s: int,
-        places: Positions | int,
+        group_indices: Positions | int,
         rows: Positions,
         blocks: Positions,
         at: Positions,
@@ -264,7 +264,7 @@ class Publisher:
         a request that branches off in the middle could use them, and cached blocks that more requests could use would
         be evicted for them.
 
-        The arguments are, of each block of table stack ``s``, its group's place in the stack, its row, its index in the
+        The arguments are, of each block of table stack ``s``, its group's index in the stack, its row, its index in the
         row, its index in the flat stack (``TableStack.at``), its page, and its group.
         """
         pool = self._tree.pool
@@ -272,7 +272,7 @@ class Publisher:
         is_of_leaf = is_unowned & (blocks >= self._leaf_start[rows] // self._tree.sizes[s])
         # The leaf of a fork may begin before the pages that the row was given.
         is_of_leaf &= self._flat[s][at] == pages
-        is_of_leaf &= self._tree.is_needed[s][places, blocks]
+        is_of_leaf &= self._tree.is_needed[s][group_indices, blocks]
         if pool.free_list.is_nearly_full:
             is_of_leaf &= pool.reference_counts(pages) > 1
         owners = self._leaf_owner[rows]
@@ -306,12 +306,12 @@ class Publisher:
             return
         node.stop = end
         for s, size in enumerate(self._tree.sizes):
-            first, last = start // size, end // size
-            new = self.row_pages[s][:, row, first:last] * self._tree.is_needed[s][:, first:last]
-            node.pages[s] = new if start == node.start else np.concatenate([node.pages[s], new], axis=1)
-            groups, blocks = np.nonzero(new)
+            first_block, span = start // size, slice(start // size, end // size)
+            new_pages = self.row_pages[s][:, row, span] * self._tree.is_needed[s][:, span]
+            node.pages[s] = new_pages if start == node.start else np.concatenate([node.pages[s], new_pages], axis=1)
+            groups, blocks = np.nonzero(new_pages)
             node.num_pages += len(blocks)
-            self._tree.pool.publish_blocks(node.owner, new[groups, blocks], first + blocks)
+            self._tree.pool.publish_blocks(node.owner, new_pages[groups, blocks], first_block + blocks)
         if self._tree.on_stored is not None:
             self._tree.on_stored(node, start, end)
 
@@ -353,5 +353,5 @@ class Publisher:
         for s, size in enumerate(self._tree.sizes):
             pages = self.row_pages[s][:, row, end // size :]
             owned = pages[(self._tree.pool.owners_of(pages) == leaf.owner) & (pages != 0)]
-            held = owned[~self._tree.pool.discard_cached(owned)]
-            self._tree.pool.publish_blocks(NO_OWNER, held, np.zeros_like(held))
+            held_pages = owned[~self._tree.pool.discard_cached(owned)]
+            self._tree.pool.publish_blocks(NO_OWNER, held_pages, np.zeros_like(held_pages))

@@ -36,7 +36,7 @@ class RadixNode:
     """A run of tokens ``[start, stop)`` of a prefix, whole units of the tree. Only roots have a namespace.
 
     Attributes:
-        first: The bytes of its first unit, by which its parent knows it.
+        first_unit: The bytes of its first unit, by which its parent knows it.
         owner: Its number as the owner of pages; ``NO_OWNER`` for a root.
         tokens: Its token ids, four bytes each.
         pages: Per table stack ``[num_groups, num_blocks], int32``: the pages of the blocks that end in it, 0 for none.
@@ -46,7 +46,7 @@ class RadixNode:
     parent: RadixNode | None
     start: int
     stop: int
-    first: bytes = b""
+    first_unit: bytes = b""
     owner: int = NO_OWNER
     namespace: Namespace | None = None
     tokens: bytearray = attrs.field(factory=bytearray)
@@ -78,7 +78,8 @@ class RadixTree:
     Attributes:
         unit: Runs are split at multiples of this many tokens, which divides the block sizes of all groups.
         sizes: Per table stack, tokens per block.
-        place: For each group, the number of its table stack, and its place in the stack; ``groups`` is the reverse.
+        stack_indices: For each group, the number of its table stack, and its index in the stack; ``groups`` is the
+            reverse.
         is_needed: Per table stack ``[num_groups, max_blocks], bool, host``: which blocks become findable: those that
             some hit could need, and all of a group in which no block dies.
         pool: The pages; set after both are made, because each needs the other.
@@ -90,7 +91,7 @@ class RadixTree:
     def __init__(self, live: Mapping[int, LiveRange], stacks: Sequence[TableStack], max_tokens: int) -> None:
         self.unit = math.gcd(*(stack.block_size for stack in stacks)) if stacks else 1
         self.sizes = tuple(stack.block_size for stack in stacks)
-        self.place = {group: (s, g) for s, stack in enumerate(stacks) for g, group in enumerate(stack.groups)}
+        self.stack_indices = {group: (s, g) for s, stack in enumerate(stacks) for g, group in enumerate(stack.groups)}
         self.groups = tuple(stack.groups for stack in stacks)
         self._no_pages = [np.zeros((len(groups), 0), dtype=np.int32) for groups in self.groups]
         step = math.lcm(*self.sizes)
@@ -109,9 +110,9 @@ class RadixTree:
 
     # --- finding ------------------------------------------------------------------------------------------------------
 
-    def match_prefix(self, namespace: Namespace, tokens: Sequence[int], most: int) -> Match:
-        """Return which of the first ``most`` tokens are known."""
-        node, limit = self._roots.get(namespace), most - most % self.unit
+    def match_prefix(self, namespace: Namespace, tokens: Sequence[int], max_tokens: int) -> Match:
+        """Return which of the first ``max_tokens`` tokens are known."""
+        node, limit = self._roots.get(namespace), max_tokens - max_tokens % self.unit
         if node is None or not limit or as_bytes(tokens, 0, self.unit) not in node.children:
             return NO_MATCH
         data, step = as_bytes(tokens, 0, limit), TOKEN_BYTES * self.unit
@@ -141,7 +142,7 @@ class RadixTree:
 
     def pages_of(self, match: Match, num_tokens: int) -> list[npt.NDArray[np.int32]]:
         """Return per stack ``[num_groups, num_blocks], int32``: the pages of a match's first tokens, 0 for none."""
-        found = []
+        stack_pages = []
         for s, size in enumerate(self.sizes):
             parts = [node.pages[s] for node in match.nodes]
             pages = parts[0] if len(parts) == 1 else np.concatenate([self._no_pages[s], *parts], axis=1)
@@ -149,8 +150,8 @@ class RadixTree:
             num_unknown = num_tokens // size - pages.shape[1]
             if num_unknown:
                 pages = np.concatenate([pages, np.zeros((len(pages), num_unknown), dtype=np.int32)], axis=1)
-            found.append(pages)
-        return found
+            stack_pages.append(pages)
+        return stack_pages
 
     def end_of_pages(self, match: Match) -> int:
         """Return the tokens of a match up to its last page, or all if its last node has children or grows."""
@@ -179,22 +180,22 @@ class RadixTree:
         """Return the root of a namespace. The tree keeps it as long as it has a child."""
         return self._roots.get(namespace) or RadixNode(None, 0, 0, namespace=namespace)
 
-    def add_node(self, parent: RadixNode, start: int, first: bytes) -> RadixNode:
-        """Return a new node without a token; ``first`` is the bytes of the first unit that it will have."""
+    def add_node(self, parent: RadixNode, start: int, first_unit: bytes) -> RadixNode:
+        """Return a new node without a token; ``first_unit`` is the bytes of the first unit that it will have."""
         if parent.namespace is not None:
             self._roots[parent.namespace] = parent
         if not self._free_owners:
             self._free_owners.append(len(self._nodes))
             self._nodes.append(None)
         owner = self._free_owners.pop()
-        node = RadixNode(parent, start, start, first, owner, pages=[*self._no_pages])
-        parent.children[first] = self._nodes[owner] = node
+        node = RadixNode(parent, start, start, first_unit, owner, pages=[*self._no_pages])
+        parent.children[first_unit] = self._nodes[owner] = node
         return node
 
     def split_node(self, node: RadixNode, at: int) -> RadixNode:
         """Split a node and return the upper part, a new node. The lower one grows on, or is removed if it is empty."""
         assert node.parent is not None
-        upper = self.add_node(node.parent, node.start, node.first)
+        upper = self.add_node(node.parent, node.start, node.first_unit)
         upper.stop, upper.tokens = at, node.tokens_between(node.start, at)
         for s, size in enumerate(self.sizes):
             num_blocks = at // size - node.start // size
@@ -204,8 +205,8 @@ class RadixTree:
             self.pool.publish_blocks(upper.owner, upper.pages[s][groups, blocks], upper.start // size + blocks)
         node.num_pages -= upper.num_pages
         del node.tokens[: TOKEN_BYTES * (at - node.start)]
-        node.start, node.parent, node.first = at, upper, bytes(node.tokens[: TOKEN_BYTES * self.unit])
-        upper.children[node.first] = node
+        node.start, node.parent, node.first_unit = at, upper, bytes(node.tokens[: TOKEN_BYTES * self.unit])
+        upper.children[node.first_unit] = node
         self.remove_if_empty(node)
         return upper
 
@@ -222,20 +223,20 @@ class RadixTree:
         if node.num_pages == len(indices) and not node.children and node.row < 0:
             node.num_pages = 0  # the node is removed as a whole
         else:
-            for group, of_group in equal_runs(groups):
-                s, g = self.place[group]
-                places = indices[of_group] - node.start // self.sizes[s]
+            for group, group_part in equal_runs(groups):
+                s, g = self.stack_indices[group]
+                columns = indices[group_part] - node.start // self.sizes[s]
                 if node.row >= 0:
-                    self.row_pages[s][g, node.row, indices[of_group]] = 0
-                    places = places[places < node.pages[s].shape[1]]
-                node.pages[s][g, places] = 0
-                node.num_pages -= len(places)
+                    self.row_pages[s][g, node.row, indices[group_part]] = 0
+                    columns = columns[columns < node.pages[s].shape[1]]
+                node.pages[s][g, columns] = 0
+                node.num_pages -= len(columns)
         self.remove_if_empty(node)
 
     def remove_if_empty(self, node: RadixNode) -> None:
         """Remove a node that has neither pages nor children and does not grow; then do the same for its parents."""
         while node.parent is not None and not node.num_pages and not node.children and node.row < 0:
-            del node.parent.children[node.first]
+            del node.parent.children[node.first_unit]
             self._nodes[node.owner] = None
             self._free_owners.append(node.owner)
             node = node.parent
@@ -271,26 +272,26 @@ def as_bytes(tokens: Sequence[int], start: int, stop: int) -> bytes:
 
 def num_readable(tokens: Sequence[int]) -> int:
     """Return the number of tokens before the first one that is not a token id."""
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         try:
             array("I", (token,))
         except (OverflowError, TypeError):
-            return place
+            return index
     return len(tokens)
 
 
-def _unreadable(tokens: Sequence[int], place: int) -> RequestError:
-    if place < len(tokens):
-        why = f"{tokens[place]!r} is not a token id; give whole numbers in [0, 2**32)"
+def _unreadable(tokens: Sequence[int], index: int) -> RequestError:
+    if index < len(tokens):
+        why = f"{tokens[index]!r} is not a token id; give whole numbers in [0, 2**32)"
     else:
-        why = f"there are {place} token ids of more tokens that are computed; give them all"
+        why = f"there are {index} token ids of more tokens that are computed; give them all"
     return RequestError(why, code="bad_token")
 
 
 def before_range(ranges: Sequence[TokenRange], stop: int) -> int:
     """Return the start of the range that tokens ``[0, stop)`` would divide; ``stop`` if they divide none."""
-    place = bisect_left(ranges, stop, key=itemgetter(0)) - 1
-    return ranges[place][0] if place >= 0 and ranges[place][0] < stop < ranges[place][1] else stop
+    index = bisect_left(ranges, stop, key=itemgetter(0)) - 1
+    return ranges[index][0] if index >= 0 and ranges[index][0] < stop < ranges[index][1] else stop
 
 
 def whole_ranges(ranges: Sequence[TokenRange], stop: int, unit: int) -> int:
@@ -326,7 +327,7 @@ class RangedTokens(Sequence[int]):
                 each is at most ``MOST_TOKEN_ID``.
         """
         self._token_ids = token_ids
-        self._places = [start for start, _ in ranges]
+        self._starts = [start for start, _ in ranges]
         self._marked = [1 << 31 | (stop - start) << _ID_BITS | token_ids[start] for start, stop in ranges]
 
     def __len__(self) -> int:
@@ -340,13 +341,13 @@ class RangedTokens(Sequence[int]):
 
     def __getitem__(self, index: int | slice) -> int | array[int]:
         if not isinstance(index, slice):
-            place = range(len(self))[index]
-            return self[place : place + 1][0]
-        places, found = range(len(self))[index], self._token_ids[index]
-        if len(places):
-            low, high = sorted((places[0], places[-1]))
-            first, last = bisect_left(self._places, low), bisect_right(self._places, high)
-            for place, marked in zip(self._places[first:last], self._marked[first:last], strict=True):
-                if place in places:
-                    found[places.index(place)] = marked
-        return found
+            position = range(len(self))[index]
+            return self[position : position + 1][0]
+        positions, tokens = range(len(self))[index], self._token_ids[index]
+        if len(positions):
+            low, high = sorted((positions[0], positions[-1]))
+            span = slice(bisect_left(self._starts, low), bisect_right(self._starts, high))
+            for position, marked in zip(self._starts[span], self._marked[span], strict=True):
+                if position in positions:
+                    tokens[positions.index(position)] = marked
+        return tokens

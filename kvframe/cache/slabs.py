@@ -41,7 +41,7 @@ class Slabs:
         self._ids_per_block = [group.page_bytes // plan.block_id_bytes for group in plan.groups]
         # Per slab.
         self._group = [_NO_GROUP] * num_slabs
-        self._held, self._cached = [0] * num_slabs, [0] * num_slabs
+        self._num_held, self._num_cached = [0] * num_slabs, [0] * num_slabs
         self._free: list[list[int]] = [[] for _ in range(num_slabs)]
         self._free_slabs = list(range(num_slabs - 1, -1, -1))
         # The first key of an ordered dictionary is found at once, however many were removed before it.
@@ -81,33 +81,33 @@ class Slabs:
 
     def take_free(self, num_blocks: Sequence[int]) -> BlockIds | None:
         """Take blocks for each group: from held slabs first, then from idle ones, evicting if none is free."""
-        needed = self._lacking_slabs(num_blocks)
-        spare = self.num_idle_slabs - sum(needed)
+        needed_slabs = self._lacking_slabs(num_blocks)
+        spare = self.num_idle_slabs - sum(needed_slabs)
         if spare < 0:
             return None
         spare = max(0, spare - self._reserve)
-        taken: list[int] = []
+        block_ids: list[int] = []
         for group, count in enumerate(num_blocks):
             if not count:
                 continue
-            budget, end = needed[group] + spare, len(taken) + count
-            while len(taken) < end:
+            budget, end = needed_slabs[group] + spare, len(block_ids) + count
+            while len(block_ids) < end:
                 idle_before = self.num_idle_slabs
-                self._take_some(group, end - len(taken), taken, budget)
+                self._take_some(group, end - len(block_ids), block_ids, budget)
                 budget -= idle_before - self.num_idle_slabs
             spare = budget
-        return np.array(taken, dtype=np.int32)
+        return np.array(block_ids, dtype=np.int32)
 
-    def _take_some(self, group: int, count: int, taken: list[int], budget: int) -> None:
+    def _take_some(self, group: int, count: int, block_ids: list[int], budget: int) -> None:
         """Take at least one block and at most ``count``, or evict at least one; use at most ``budget`` idle slabs."""
         has_free_slab = budget > 0 and bool(self._free_slabs)
         slab = next(iter(self._open_held[group]), None)
         if slab is None and budget > 0:
             slab = next(iter(self._open_idle[group]), None)
         if slab is not None:
-            self._take_from(slab, count, taken)
+            self._take_from(slab, count, block_ids)
         elif has_free_slab:
-            self._take_free_slabs(group, count, taken, budget)
+            self._take_free_slabs(group, count, block_ids, budget)
         elif budget > 0:
             slab, slab_priority = self._first_idle()
             priority = self._pool.first_priority(group)
@@ -118,71 +118,71 @@ class Slabs:
         else:
             self._pool.evict_among(self._blocks_of(next(iter(self._cached_held[group]))), count)
 
-    def _take_from(self, slab: int, count: int, taken: list[int]) -> None:
+    def _take_from(self, slab: int, count: int, block_ids: list[int]) -> None:
         """Take the first free blocks of a slab, at most ``count``."""
         free = self._free[slab]
-        before = len(free)
-        taken += free[: -count - 1 : -1]
+        num_before = len(free)
+        block_ids += free[: -count - 1 : -1]
         del free[-count:]
-        self._change_counts(slab, before - len(free), 0, 0)
+        self._change_counts(slab, num_before - len(free), 0, 0)
 
-    def _take_free_slabs(self, group: int, count: int, taken: list[int], budget: int) -> None:
+    def _take_free_slabs(self, group: int, count: int, block_ids: list[int], budget: int) -> None:
         """Cut free slabs into blocks and take these; the last slab may keep some."""
         size, per_slab = self._ids_per_block[group], self._per_slab[group]
         while count > 0 and budget > 0 and self._free_slabs:
             slab = self._free_slabs.pop()
-            first = self._null_ids + slab * self._slab_ids
-            blocks = range(first, first + per_slab * size, size)
+            first_block = self._null_ids + slab * self._slab_ids
+            blocks = range(first_block, first_block + per_slab * size, size)
             self._group[slab] = group
             if count < per_slab:
                 self._free[slab] = [*reversed(blocks)]
-                self._take_from(slab, count, taken)
+                self._take_from(slab, count, block_ids)
             else:  # no block is left, so the slab is in no set
-                taken += blocks
-                self._held[slab] = per_slab
+                block_ids += blocks
+                self._num_held[slab] = per_slab
             count -= per_slab
             budget -= 1
 
     # --- changes of blocks --------------------------------------------------------------------------------------------
 
-    def move_blocks(self, block_ids: AnyBlockIds, held: int, cached: int, stamp: int) -> None:
+    def move_blocks(self, block_ids: AnyBlockIds, held_change: int, cached_change: int, stamp: int) -> None:
         """Add 1, 0 or -1 to each block's count as held and as cached, and list blocks as free that are neither now."""
         slabs = self._slabs_of(block_ids)
-        if held + cached < 0:
+        if held_change + cached_change < 0:
             for block_id, slab in zip(block_ids.tolist(), slabs, strict=True):
                 self._free[slab].append(block_id)
         for slab, count in Counter(slabs).items():
-            self._change_counts(slab, held * count, cached * count, stamp)
+            self._change_counts(slab, held_change * count, cached_change * count, stamp)
 
-    def _change_counts(self, slab: int, held: int, cached: int, stamp: int) -> None:
+    def _change_counts(self, slab: int, held_change: int, cached_change: int, stamp: int) -> None:
         """Change the counts of a slab's held and cached blocks, and put the slab into the sets that it belongs to."""
-        group, is_open, before = self._group[slab], bool(self._free[slab]), self._held[slab]
-        now = self._held[slab] = before + held
-        self._cached[slab] += cached
+        group, is_open, num_before = self._group[slab], bool(self._free[slab]), self._num_held[slab]
+        num_held = self._num_held[slab] = num_before + held_change
+        self._num_cached[slab] += cached_change
         # A slab's free and cached blocks are available to its group while the slab is held.
-        if before and now:
-            self._available[group] -= held
-        elif before or now:
+        if num_before and num_held:
+            self._available[group] -= held_change
+        elif num_before or num_held:
             size = self._per_slab[group]
-            self._available[group] += size - now if now else before - size
-        if now:
-            if not before and self._idle.pop(slab, None) is not None:
+            self._available[group] += size - num_held if num_held else num_before - size
+        if num_held:
+            if not num_before and self._idle.pop(slab, None) is not None:
                 self._open_idle[group].pop(slab, None)
             _put(self._open_held[group], slab, is_open)
-            if cached or not before:
-                _put(self._cached_held[group], slab, self._cached[slab] > 0)
+            if cached_change or not num_before:
+                _put(self._cached_held[group], slab, self._num_cached[slab] > 0)
             return
-        if before:
+        if num_before:
             self._open_held[group].pop(slab, None)
             self._cached_held[group].pop(slab, None)
-        if not self._cached[slab]:
+        if not self._num_cached[slab]:
             if self._idle.pop(slab, None) is not None:
                 self._open_idle[group].pop(slab, None)
             self._group[slab], self._free[slab] = _NO_GROUP, []
             self._free_slabs.append(slab)
             return
         _put(self._open_idle[group], slab, is_open)
-        if before:
+        if num_before:
             self._idle[slab] = stamp
             if self._pool.eviction is not LRU:
                 self._rank(slab)
@@ -210,28 +210,28 @@ class Slabs:
 
     def resize(self, plan: KVCachePlan, reserve: int) -> None:
         """Put added slabs at the bottom of the stack of free ones, or remove the last slabs, which are free."""
-        before, after = self._num_slabs, plan.num_slabs
-        self._num_slabs, self._reserve = after, reserve
-        num_added = max(0, after - before)
-        self._free_slabs = [slab for slab in self._free_slabs if slab < after]
-        self._free_slabs[:0] = range(after - 1, before - 1, -1)
-        self._free = [*self._free[:after], *([] for _ in range(num_added))]
-        self._group = self._group[:after] + [_NO_GROUP] * num_added
-        self._held = self._held[:after] + [0] * num_added
-        self._cached = self._cached[:after] + [0] * num_added
+        num_before, num_after = self._num_slabs, plan.num_slabs
+        self._num_slabs, self._reserve = num_after, reserve
+        num_added = max(0, num_after - num_before)
+        self._free_slabs = [slab for slab in self._free_slabs if slab < num_after]
+        self._free_slabs[:0] = range(num_after - 1, num_before - 1, -1)
+        self._free = [*self._free[:num_after], *([] for _ in range(num_added))]
+        self._group = self._group[:num_after] + [_NO_GROUP] * num_added
+        self._num_held = self._num_held[:num_after] + [0] * num_added
+        self._num_cached = self._num_cached[:num_after] + [0] * num_added
 
     def all_blocks(self) -> BlockIds:
         """Return the blocks of all slabs that are cut."""
-        cut = [self._blocks_of(slab) for slab, group in enumerate(self._group) if group != _NO_GROUP]
-        return np.concatenate(cut) if cut else np.zeros(0, dtype=np.int32)
+        slab_blocks = [self._blocks_of(slab) for slab, group in enumerate(self._group) if group != _NO_GROUP]
+        return np.concatenate(slab_blocks) if slab_blocks else np.zeros(0, dtype=np.int32)
 
     def free_blocks(self) -> BlockIds:
         """Return the free blocks of all slabs that are cut."""
         return np.array([block_id for free in self._free for block_id in free], dtype=np.int32)
 
-    def count_idle_slabs(self, held: BlockIds) -> int:
+    def count_idle_slabs(self, held_blocks: BlockIds) -> int:
         """Return the number of slabs without one of the given held blocks."""
-        return self._num_slabs - len({*self._slabs_of(held)})
+        return self._num_slabs - len({*self._slabs_of(held_blocks)})
 
     def _slabs_of(self, block_ids: AnyBlockIds) -> list[int]:
         slabs: list[int] = ((block_ids - self._null_ids) // self._slab_ids).tolist()
@@ -240,8 +240,8 @@ class Slabs:
     def _blocks_of(self, slab: int) -> BlockIds:
         """Return the blocks of a slab that is cut."""
         group = self._group[slab]
-        first = self._null_ids + slab * self._slab_ids
-        return first + self._ids_per_block[group] * np.arange(self._per_slab[group], dtype=np.int32)
+        first_block = self._null_ids + slab * self._slab_ids
+        return first_block + self._ids_per_block[group] * np.arange(self._per_slab[group], dtype=np.int32)
 
 
 def _put(slabs: _SlabSet, slab: int, is_in: bool) -> None:

@@ -73,10 +73,10 @@ class PrefixBlocks:
         """
         if not all(present[group.index].all() for group in self.groups if group.is_of_input):
             return None
-        held = [(live, present[group].astype(np.int32)) for group, live in self.live.items()]
-        num_tokens = longest_common_prefix(held, self.alignment, self.most) if held else 0
-        while (most := before_range(self.ranges, num_tokens)) < num_tokens:
-            num_tokens = longest_common_prefix(held, self.alignment, most)
+        group_pages = [(live, present[group].astype(np.int32)) for group, live in self.live.items()]
+        num_tokens = longest_common_prefix(group_pages, self.alignment, self.most) if group_pages else 0
+        while (max_tokens := before_range(self.ranges, num_tokens)) < num_tokens:
+            num_tokens = longest_common_prefix(group_pages, self.alignment, max_tokens)
         return num_tokens
 
     def needed(self, num_tokens: int) -> list[Present]:
@@ -84,11 +84,11 @@ class PrefixBlocks:
         all_needed = []
         for group in self.groups:
             num_blocks = len(self.keys[group.index]) if group.is_of_input else num_tokens // group.block_size
-            needed = np.full(num_blocks, group.is_of_input)
+            is_needed = np.full(num_blocks, group.is_of_input)
             if not group.is_of_input and num_tokens:
                 for start, stop in group.answers.live_blocks(num_tokens):
-                    needed[start:stop] = True
-            all_needed.append(needed)
+                    is_needed[start:stop] = True
+            all_needed.append(is_needed)
         return all_needed
 
 
@@ -98,12 +98,12 @@ def prefix_blocks(
     secret: bytes,
     namespace: Namespace,
     tokens: Sequence[int],
-    most: int,
+    max_tokens: int,
     inputs: Sequence[InputBlocks],
     ranges: Sequence[TokenRange],
-    known: PrefixBlocks | None,
+    earlier_result: PrefixBlocks | None,
 ) -> PrefixBlocks:
-    """Return the blocks of a request's inputs and of its first ``most`` tokens.
+    """Return the blocks of a request's inputs and of its first ``max_tokens`` tokens.
 
     Args:
         cache: The prefix cache.
@@ -111,42 +111,44 @@ def prefix_blocks(
         secret: 32 bytes, for the keys.
         namespace: The request's salt and inputs.
         tokens: Its tokens.
-        most: The most tokens of a prefix.
+        max_tokens: The most tokens of a prefix.
         inputs: The blocks of its inputs.
         ranges: Its ranges of tokens that no prefix divides.
-        known: The earlier result for these tokens, whose keys are taken over; None for none.
+        earlier_result: The earlier result for these tokens, whose keys are taken over; None for none.
     """
     plan = kinds.plan
-    hit = cache.find_prefix(namespace, tokens, most, inputs)
-    while (least := before_range(ranges, hit.num_tokens)) < hit.num_tokens:
-        hit = cache.find_prefix(namespace, tokens, least, inputs)
-    pages = cache.tree.pages_of(hit.match, most)
-    of_groups = {group: pages[stack][index] != 0 for group, (stack, index) in cache.tree.place.items()}
-    sizes = {plan.groups[group].block_size for group in of_groups}
-    ends = sorted({end for size in sizes for end in range(size, most + 1, size)})
-    key_of = {} if known else _keys_of(secret, namespace, tokens, ends)
+    hit = cache.find_prefix(namespace, tokens, max_tokens, inputs)
+    while (range_start := before_range(ranges, hit.num_tokens)) < hit.num_tokens:
+        hit = cache.find_prefix(namespace, tokens, range_start, inputs)
+    pages = cache.tree.pages_of(hit.match, max_tokens)
+    is_cached_of = {group: pages[stack][index] != 0 for group, (stack, index) in cache.tree.stack_indices.items()}
+    sizes = {plan.groups[group].block_size for group in is_cached_of}
+    ends = sorted({end for size in sizes for end in range(size, max_tokens + 1, size)})
+    key_of = {} if earlier_result else _keys_of(secret, namespace, tokens, ends)
     keys: list[list[bytes]] = [[] for _ in plan.groups]
-    cached = [np.zeros(0, dtype=np.bool_) for _ in plan.groups]
-    for group, is_cached in of_groups.items():
+    cached_blocks = [np.zeros(0, dtype=np.bool_) for _ in plan.groups]
+    for group, is_cached in is_cached_of.items():
         size = plan.groups[group].block_size
-        keys[group] = [] if known else [key_of[end] for end in range(size, most + 1, size)]
-        cached[group] = is_cached
+        keys[group] = [] if earlier_result else [key_of[end] for end in range(size, max_tokens + 1, size)]
+        cached_blocks[group] = is_cached
     for blocks in inputs:
         size = plan.groups[blocks.group].block_size
-        lengths = [] if known else [min((index + 1) * size, blocks.num_tokens) for index in range(blocks.num_blocks)]
+        lengths = (
+            [] if earlier_result else [min((index + 1) * size, blocks.num_tokens) for index in range(blocks.num_blocks)]
+        )
         keys[blocks.group] = [input_key(secret, blocks, length) for length in lengths]
         input_pages = cache.inputs.find_input(blocks)
         is_cached = np.zeros(blocks.num_blocks, dtype=np.bool_) if input_pages is None else input_pages != 0
-        cached[blocks.group] = is_cached
+        cached_blocks[blocks.group] = is_cached
     return PrefixBlocks(
-        keys=known.keys if known else keys,
-        cached=cached,
+        keys=earlier_result.keys if earlier_result else keys,
+        cached=cached_blocks,
         num_cached=hit.num_tokens,
         inputs=frozenset(hit.inputs),
         groups=plan.groups,
-        live={group: kinds.live[group] for group in of_groups},
+        live={group: kinds.live[group] for group in is_cached_of},
         alignment=plan.alignment,
-        most=most,
+        most=max_tokens,
         ranges=ranges,
     )
 

@@ -120,10 +120,10 @@ class Capabilities:
         spec, query = layer.spec, layer.query
         assert spec is not None
         assert query is not None
-        found = []
+        refusals = []
 
         def refuse(code: str, reason: str) -> None:
-            found.append(Refusal(code, reason))
+            refusals.append(Refusal(code, reason))
 
         def listed(names: frozenset[str] | frozenset[int]) -> str:
             return ", ".join(str(name) for name in sorted(names))
@@ -164,12 +164,12 @@ class Capabilities:
             else:
                 refuse("mask_live_range", f"has no mask live_range ({listed(self.masks)})")
         not_causal = self.not_causal
-        if spec.sequence != TOKENS and not_causal is not None and not_causal not in found:
+        if spec.sequence != TOKENS and not_causal is not None and not_causal not in refusals:
             # Between the positions of two sequences there is no order: such a batch is never causal.
-            found.append(not_causal)
+            refusals.append(not_causal)
         hides_tokens = query.first_token or spec.prompt_budget is not None
-        needed = {*extensions, SEQ_STARTS} if hides_tokens else {*extensions}
-        for extension in sorted(needed - self.extensions):
+        needed_extensions = {*extensions, SEQ_STARTS} if hides_tokens else {*extensions}
+        for extension in sorted(needed_extensions - self.extensions):
             refuse(f"extension_{extension}", f"does not honour the extension {extension}")
         if query.merged and not self.returns_lse:
             refuse("lse", "returns no log-sum-exp, by which parts of the keys are merged")
@@ -197,7 +197,7 @@ class Capabilities:
             # A spec of another kind, without the field, has other state too.
             if getattr(spec, name, None) not in {None, *sizes}:
                 refuse(name, f"takes {name} {listed(sizes)}, not {getattr(spec, name)}")
-        return found
+        return refusals
 
 
 def _find_misfit(block_size: int, query: QuerySpec, key: StateTensor, value: StateTensor) -> str | None:

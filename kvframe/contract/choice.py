@@ -69,11 +69,11 @@ class ChosenTokens:
         """Return the chosen positions, ``[num_tokens, num_choosers, max_tokens], int64, device``; -1 for none."""
         import torch
 
-        chosen = self.indices.long()
+        indices = self.indices.long()
         if self.block_size == 1:
-            return chosen.clamp(min=-1)
-        offsets = torch.arange(self.block_size, device=chosen.device)
-        positions = (chosen[..., None] * self.block_size + offsets).flatten(2)
+            return indices.clamp(min=-1)
+        offsets = torch.arange(self.block_size, device=indices.device)
+        positions = (indices[..., None] * self.block_size + offsets).flatten(2)
         return positions.masked_fill(positions < 0, -1)
 
 
@@ -111,17 +111,17 @@ def find_chosen(chosen: ChosenTokens, metadata: CommonAttentionMetadata, sees: M
     request = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp(max=metadata.num_reqs - 1)
     lens = metadata.seq_lens.long()[request]
     query = (lens - starts[request + 1] + token)[:, None, None]
-    seen = (positions >= 0) & (positions < lens[:, None, None])
+    is_seen = (positions >= 0) & (positions < lens[:, None, None])
     if metadata.causal:
         shown: torch.Tensor = sees(query, positions.clamp(min=0))
         ends = metadata.extensions.get(RANGE_ENDS)
         if ends is not None:
             shown = shown | ((positions > query) & (positions < ends.values.long()[:, None, None]))
-        seen &= shown
-    first = metadata.extensions.get(SEQ_STARTS)
-    if first is not None:
-        seen &= positions >= first.values.long()[request][:, None, None]
-    positions = positions.masked_fill(~seen, 0)
+        is_seen &= shown
+    seq_starts = metadata.extensions.get(SEQ_STARTS)
+    if seq_starts is not None:
+        is_seen &= positions >= seq_starts.values.long()[request][:, None, None]
+    positions = positions.masked_fill(~is_seen, 0)
     index = torch.div(positions, metadata.block_size, rounding_mode="floor")
-    blocks = metadata.block_table.long()[request[:, None, None], index].masked_fill(~seen, 0)
-    return ChosenPlaces(blocks, positions % metadata.block_size, seen)
+    blocks = metadata.block_table.long()[request[:, None, None], index].masked_fill(~is_seen, 0)
+    return ChosenPlaces(blocks, positions % metadata.block_size, is_seen)

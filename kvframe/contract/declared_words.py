@@ -70,15 +70,15 @@ def known_devices(instance: Any, attribute: attrs.Attribute[Any], value: Any) ->
     _require_some(attribute, value)
     for name in _strings(attribute, value):
         try:
-            known = torch.device(name).type == name
+            is_known = torch.device(name).type == name
         except RuntimeError:
-            known = False
-        if not known:
+            is_known = False
+        if not is_known:
             hint = "a device type of another package is known once that package is imported"
             raise _error(str(UnknownNameError("device type", name, USUAL_DEVICES, hint)), attribute)
 
 
-def words(what: str = "", known: Collection[str] = (), *, is_optional: bool = True) -> Validator:
+def words(noun: str = "", known_words: Collection[str] = (), *, is_optional: bool = True) -> Validator:
     """Return an attrs validator of a set of snake_case words, of the known ones if there are any."""
 
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -86,8 +86,8 @@ def words(what: str = "", known: Collection[str] = (), *, is_optional: bool = Tr
         if not is_optional and not (attribute.name == "masks" and instance.kinds):
             _require_some(attribute, value)
         for name in _words(attribute, value):
-            if known and name not in known:
-                raise _error(str(UnknownNameError(what, name, known)), attribute)
+            if known_words and name not in known_words:
+                raise _error(str(UnknownNameError(noun, name, known_words)), attribute)
 
     return check
 
@@ -136,8 +136,8 @@ def optional_sizes(instance: Any, attribute: attrs.Attribute[Any], value: Any) -
     """Validate that a set has sizes; None stands for any size."""
     if value is not None:
         _require_some(attribute, value, "; None stands for any size")
-        for each in value:
-            size(instance, attribute, each)
+        for number in value:
+            size(instance, attribute, number)
 
 
 def sizes_by_field(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -145,8 +145,8 @@ def sizes_by_field(instance: Any, attribute: attrs.Attribute[Any], value: Any) -
     if not isinstance(value, Mapping):
         raise _error(f"sets of sizes by field name are needed, and {_shown(value)} is given", attribute)
     _words(attribute, frozenset(value))
-    for each in value.values():
-        optional_sizes(instance, attribute, each)
+    for sizes in value.values():
+        optional_sizes(instance, attribute, sizes)
 
 
 def _words(attribute: attrs.Attribute[Any], value: Any) -> list[str]:

@@ -75,31 +75,31 @@ class _Windows:
         if final:
             return self._new_of(self._decode(self._window))
         text = self._decode_open(self._window)
-        whole = text.rstrip(_INCOMPLETE)
-        if len(whole) < len(text) and self._num_waiting > _MAX_WAITING:
-            whole = text[: max(len(whole), len(text) - _MAX_PARTS)]
-        if self._shown.startswith(whole):
-            new = ""
+        whole_text = text.rstrip(_INCOMPLETE)
+        if len(whole_text) < len(text) and self._num_waiting > _MAX_WAITING:
+            whole_text = text[: max(len(whole_text), len(text) - _MAX_PARTS)]
+        if self._shown.startswith(whole_text):
+            new_text = ""
         else:
-            new = self._new_of(whole)
-            self._num_waiting = 0 if len(whole) == len(text) else len(token_ids)
+            new_text = self._new_of(whole_text)
+            self._num_waiting = 0 if len(whole_text) == len(text) else len(token_ids)
         if len(self._window) > self._max_len:
             self._move_on(text)
-        return new
+        return new_text
 
     def _new_of(self, text: str) -> str:
         """Return what the text of the window has after the text that was returned."""
         shown, self._shown = self._shown, text
         if text.startswith(shown):
-            new = text[len(shown) :]
+            new_text = text[len(shown) :]
         elif not self._has_returned:  # the first tokens change the end of the prompt's text
             differing = (index for index, pair in enumerate(zip(shown, text, strict=False)) if pair[0] != pair[1])
-            new = text[next(differing, len(text)) :]
+            new_text = text[next(differing, len(text)) :]
         else:
             # The new tokens change text that was returned already. It stays, and they are decoded by themselves.
-            new = self._decode(self._window[len(self._window) - self._num_waiting :])
-        self._has_returned = self._has_returned or bool(new)
-        return new
+            new_text = self._decode(self._window[len(self._window) - self._num_waiting :])
+        self._has_returned = self._has_returned or bool(new_text)
+        return new_text
 
     def _end_of(self, token_ids: Sequence[int]) -> tuple[list[int], str]:
         """Return the last tokens of a prompt that decide about the text after it, and their text."""
@@ -130,5 +130,5 @@ class _Windows:
 
 def _is_safe(text: str, more_text: str, num_shown: int) -> bool:
     """Return whether the text of some tokens is the end of the text of more tokens, apart from its own beginning."""
-    whole = _WHOLE.search(text, 0, num_shown)
-    return whole is not None and more_text.endswith(text[whole.start() :])
+    match = _WHOLE.search(text, 0, num_shown)
+    return match is not None and more_text.endswith(text[match.start() :])

@@ -101,10 +101,10 @@ class EntryStep:
         self._store(blocks, index % self.entries_per_block, min(count, num_entries - start), entries)
 
     def _store(self, blocks: torch.Tensor, offsets: torch.Tensor, count: int, entries: Rows) -> None:
-        wanted = {name: (count, *pages.shape[2:]) for name, pages in self.pages.items()}
+        expected_shapes = {name: (count, *pages.shape[2:]) for name, pages in self.pages.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in entries.items()}
-        if shapes != wanted:
-            raise ModelError(f"an entry is written with {shapes}, and it keeps {wanted} here")
+        if shapes != expected_shapes:
+            raise ModelError(f"an entry is written with {shapes}, and it keeps {expected_shapes} here")
         for name, pages in self.pages.items():
             pages.index_put_((blocks, offsets), entries[name].to(pages.dtype))
 
@@ -119,9 +119,9 @@ class EntryStep:
         if stop is None:
             stop = int(self.metadata.seq_lens_cpu[request]) // self.tokens_per_entry
         size = self.entries_per_block
-        first = start // size
-        blocks = self.metadata.block_table[request, first : -(-stop // size)]
-        part = slice(start - first * size, stop - first * size)
+        first_block = start // size
+        blocks = self.metadata.block_table[request, first_block : -(-stop // size)]
+        part = slice(start - first_block * size, stop - first_block * size)
         return {name: pages.index_select(0, blocks).flatten(0, 1)[part] for name, pages in self.pages.items()}
 
     def read_together(self, requests: Sequence[int]) -> Rows:

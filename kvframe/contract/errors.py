@@ -36,16 +36,16 @@ def shown(value: Any, limit: int = MAX_TEXT) -> str:
 
 def listed(names: Iterable[str], limit: int = MAX_NAMES) -> str:
     """Return names on one line, the first ones if there are more than ``limit``."""
-    found = [*names]
-    more = f", … and {len(found) - limit:,} more" if len(found) > limit else ""
-    return ", ".join(map(shorten, found[:limit])) + more
+    all_names = [*names]
+    ending = f", … and {len(all_names) - limit:,} more" if len(all_names) > limit else ""
+    return ", ".join(map(shorten, all_names[:limit])) + ending
 
 
-def nearest_of(name: str, known: Collection[str]) -> str | None:
+def nearest_of(name: str, known_names: Collection[str]) -> str | None:
     """Return the known name that is most like ``name``; None if none is like it, or there are too many to compare."""
-    if len(name) > MAX_TEXT or len(known) > _MAX_COMPARED:
+    if len(name) > MAX_TEXT or len(known_names) > _MAX_COMPARED:
         return None
-    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    return next(iter(difflib.get_close_matches(name, known_names, n=1)), None)
 
 
 class KVFrameError(Exception):

@@ -130,11 +130,11 @@ def _check_values(value: Any) -> None:
         if depth > MAX_DEPTH:
             raise FileError(f"is nested more than {MAX_DEPTH} times")
         inner: list[Any] = []
-        for each in level:
-            if isinstance(each, Mapping):
-                inner += each.values()
-            elif isinstance(each, list):
-                inner += each
-            elif isinstance(each, int) and each.bit_length() > MAX_BITS:
-                raise FileError(f"holds a whole number of {each.bit_length():,} bits; {MAX_BITS} are the most")
+        for item in level:
+            if isinstance(item, Mapping):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+            elif isinstance(item, int) and item.bit_length() > MAX_BITS:
+                raise FileError(f"holds a whole number of {item.bit_length():,} bits; {MAX_BITS} are the most")
         level = inner

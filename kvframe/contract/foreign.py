@@ -99,8 +99,8 @@ def safe_text(error: BaseException) -> str:
 
 def safe_reason(error: BaseException) -> str:
     """Return an error's message without its type, as ``safe_text`` shows it; the type if it has none."""
-    first: Any = error.args[0] if error.args else None
-    return in_one_line(first) if issubclass(type(first), str) else safe_text(error)
+    argument: Any = error.args[0] if error.args else None
+    return in_one_line(argument) if issubclass(type(argument), str) else safe_text(error)
 
 
 def safe_repr(value: Any) -> str:
@@ -110,9 +110,9 @@ def safe_repr(value: Any) -> str:
 
 def in_one_line(text: str) -> str:
     """Return a text with each run of white space as one space, control characters escaped, shortened if long."""
-    kept = str.__getitem__(text, slice(0, 8 * MAX_CHARACTERS))
-    line = "".join(each if each.isprintable() else _escape(each) for each in " ".join(kept.split()))
-    left_out = len(line) - MAX_CHARACTERS + str.__len__(text) - len(kept)
+    beginning = str.__getitem__(text, slice(0, 8 * MAX_CHARACTERS))
+    line = "".join(char if char.isprintable() else _escape(char) for char in " ".join(beginning.split()))
+    left_out = len(line) - MAX_CHARACTERS + str.__len__(text) - len(beginning)
     return line if left_out <= 0 else f"{line[:MAX_CHARACTERS]}... ({left_out} more characters)"
 
 
@@ -120,14 +120,14 @@ def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-def _read(read: Callable[[Any], str], value: Any) -> str:
+def _read(reader: Callable[[Any], str], value: Any) -> str:
     """Return what ``str`` or ``repr`` says of a value, or what this raises."""
     try:
-        return read(value)
+        return reader(value)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return f"<{read.__name__}() of {_type_name(value)} raises {_type_name(error)}>"
+        return f"<{reader.__name__}() of {_type_name(value)} raises {_type_name(error)}>"
 
 
 def _is_readable(error: BaseException) -> bool:
@@ -165,9 +165,9 @@ def explain_failed_import(error: BaseException, text: str) -> str | None:
         try:
             tuple(dist.entry_points)
         except Exception as reason:
-            name, place = _identify(dist)
+            name, location = _identify(dist)
             return (
-                f"the distribution {name}{place} has an entry_points.txt that cannot be read "
+                f"the distribution {name}{location} has an entry_points.txt that cannot be read "
                 f"({shorten(f'{type(reason).__name__}: {reason}')}), and torch reads it when it is imported; "
                 "reinstall or uninstall that distribution, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
             )

@@ -165,26 +165,26 @@ def state_of(
         SpecError: The format raises, or returns anything but tensors, or other ones the second time.
     """
     sizes = (block_size, num_kv_heads, head_size, head_size_v, dtype)
-    whose = f"KV format {kv_format.name!r}"
+    label = f"KV format {kv_format.name!r}"
     try:
         state, again = (
-            call(f"{whose}: state_tensors()", kv_format.state_tensors, *sizes, passes=(KVFrameError,)) for _ in range(2)
+            call(f"{label}: state_tensors()", kv_format.state_tensors, *sizes, passes=(KVFrameError,)) for _ in range(2)
         )
     except PluginError as error:
         raise SpecError(str(error)) from error.__cause__
-    if not isinstance(state, Mapping) or not state or not all(isinstance(each, StateTensor) for each in state.values()):
+    if not isinstance(state, Mapping) or not state or not all(isinstance(item, StateTensor) for item in state.values()):
         raise SpecError(
-            f"{whose}: state_tensors() has to give StateTensors by name, at least one, not {safe_repr(state)}"
+            f"{label}: state_tensors() has to give StateTensors by name, at least one, not {safe_repr(state)}"
         )
     for name, tensor in state.items():
         if not isinstance(tensor.shape, tuple) or not all(isinstance(size, int) and size > 0 for size in tensor.shape):
             raise SpecError(
-                f"{whose}: {name!r} has the shape {safe_repr(tensor.shape)}; a shape is a tuple of whole numbers from "
+                f"{label}: {name!r} has the shape {safe_repr(tensor.shape)}; a shape is a tuple of whole numbers from "
                 "1 on"
             )
     if again != state:
         raise SpecError(
-            f"{whose}: state_tensors() gives {safe_repr(state)} the first time and {safe_repr(again)} the second time; "
+            f"{label}: state_tensors() gives {safe_repr(state)} the first time and {safe_repr(again)} the second time; "
             "it has to give the same for the same sizes"
         )
     return state

@@ -37,16 +37,16 @@ class Growing:
         if cls.__module__.startswith(_CONTRACT):
             return
         bases = [base for base in cls.__mro__[1:] if base.__module__.startswith(_CONTRACT)]
-        for name, own in [*vars(cls).items(), *((name, None) for name in inspect.get_annotations(cls))]:
+        for name, attribute in [*vars(cls).items(), *((name, None) for name in inspect.get_annotations(cls))]:
             promised = next((vars(base)[name] for base in bases if name in vars(base)), None)
             if name.startswith(RESERVED) and promised is None and not _declares(bases, name):
                 raise PluginError(
                     f"{cls.__name__} defines {name!r}; names that begin with {RESERVED!r} are kept for later versions "
                     "of the contract: begin it otherwise"
                 )
-            if promised is not None and own is not None and (not name.startswith("__") or name == "__call__"):
-                fitted = _fitted(own, promised)
-                if fitted is not own:
+            if promised is not None and attribute is not None and (not name.startswith("__") or name == "__call__"):
+                fitted = _fitted(attribute, promised)
+                if fitted is not attribute:
                     setattr(cls, name, fitted)
 
 
@@ -54,34 +54,38 @@ def _declares(bases: list[type], name: str) -> bool:
     return any(name in inspect.get_annotations(base) for base in bases)
 
 
-def _fitted(own: Any, promised: Any) -> Any:
+def _fitted(attribute: Any, promised: Any) -> Any:
     """Return a method of a plugin's class, which leaves out the arguments that it does not take."""
-    if isinstance(own, classmethod | staticmethod):
-        function = _fitted(own.__func__, getattr(promised, "__func__", promised))
-        return own if function is own.__func__ else type(own)(function)
+    if isinstance(attribute, classmethod | staticmethod):
+        function = _fitted(attribute.__func__, getattr(promised, "__func__", promised))
+        return attribute if function is attribute.__func__ else type(attribute)(function)
     function = getattr(promised, "__func__", promised)
-    if not inspect.isfunction(own) or not inspect.isfunction(function):
-        return own
-    return _without_unknown(own, function)
+    if not inspect.isfunction(attribute) or not inspect.isfunction(function):
+        return attribute
+    return _without_unknown(attribute, function)
 
 
-def _without_unknown(own: Callable[..., Any], promised: Callable[..., Any]) -> Callable[..., Any]:
-    taken = inspect.signature(own).parameters.values()
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken):
-        return own
-    names = {each.name for each in taken}
+def _without_unknown(function: Callable[..., Any], promised: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return function
+    names = {parameter.name for parameter in parameters}
     unknown = frozenset(
-        each.name
-        for each in inspect.signature(promised).parameters.values()
-        if each.kind in _OPTIONAL and each.default is not inspect.Parameter.empty and each.name not in names
+        parameter.name
+        for parameter in inspect.signature(promised).parameters.values()
+        if parameter.kind in _OPTIONAL
+        and parameter.default is not inspect.Parameter.empty
+        and parameter.name not in names
     )
     if not unknown:
-        return own
-    takes_any = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in taken)
-    most = None if takes_any else sum(each.kind in _POSITIONAL for each in taken)
+        return function
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
+    max_positional = None if takes_any else sum(parameter.kind in _POSITIONAL for parameter in parameters)
 
-    @functools.wraps(own)
-    def method(*arguments: Any, **named: Any) -> Any:
-        return own(*arguments[:most], **{name: value for name, value in named.items() if name not in unknown})
+    @functools.wraps(function)
+    def method(*arguments: Any, **keywords: Any) -> Any:
+        return function(
+            *arguments[:max_positional], **{name: value for name, value in keywords.items() if name not in unknown}
+        )
 
     return method

@@ -41,7 +41,7 @@ class AttentionMask:
     lookahead: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        for name, number, least in (
+        for name, number, minimum in (
             ("window", self.window, 1),
             ("num_sink_tokens", self.num_sink_tokens, 0),
             ("chunk", self.chunk, 1),
@@ -49,8 +49,10 @@ class AttentionMask:
         ):
             if number is None and name != "num_sink_tokens":
                 continue
-            if not isinstance(number, int) or isinstance(number, bool) or number < least:
-                raise SpecError(f"AttentionMask.{name} must be a whole number of at least {least}, not {shown(number)}")
+            if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
+                raise SpecError(
+                    f"AttentionMask.{name} must be a whole number of at least {minimum}, not {shown(number)}"
+                )
         if (self.lookahead is not None) != (not self.causal and self.window is not None):
             raise SpecError(
                 "a bidirectional mask has a window and a lookahead or neither, and a causal mask has no lookahead "
@@ -88,10 +90,10 @@ class AttentionMask:
             return (key > query - self.window) & (key <= query + self.lookahead)
         if not self.causal:
             return (query == query) & (key == key)
-        seen = key <= query
+        is_seen = key <= query
         if self.chunk is not None:
-            return seen & (key // self.chunk == query // self.chunk)
+            return is_seen & (key // self.chunk == query // self.chunk)
         if self.window is not None:
             in_window = key > query - self.window
-            seen = seen & (in_window | (key < self.num_sink_tokens))
-        return seen
+            is_seen = is_seen & (in_window | (key < self.num_sink_tokens))
+        return is_seen

@@ -34,9 +34,9 @@ def merge_attention(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor
         key in any part; and its log-sum-exp, ``[num_tokens, num_heads]`` in the dtype of ``lses``.
     """
     logs = torch.stack([*lses])
-    most = logs.amax(0)
+    maxima = logs.amax(0)
     # A query that sees no key has -inf everywhere, whose difference is NaN.
-    shift = most.masked_fill(most == -math.inf, 0)
+    shift = maxima.masked_fill(maxima == -math.inf, 0)
     weights = (logs - shift).exp()
     total = weights.sum(0)
     merged = torch.zeros_like(outputs[0], dtype=logs.dtype)

@@ -59,9 +59,9 @@ def split_batch(metadata: CommonAttentionMetadata, order: BatchOrder) -> BatchSp
     ranks = order.ranks(query_lens)
     if (ranks[1:] < ranks[:-1]).any():
         index = int(np.argmax(ranks[1:] < ranks[:-1])) + 1
-        before, after = (f"{_KINDS[ranks[at]]} (query length {query_lens[at]})" for at in (index - 1, index))
+        previous_kind, kind = (f"{_KINDS[ranks[at]]} (query length {query_lens[at]})" for at in (index - 1, index))
         raise BackendError(
-            f"the batch is not in the order {order}: request {index} is {after} and comes after {before}; "
+            f"the batch is not in the order {order}: request {index} is {kind} and comes after {previous_kind}; "
             "a builder that splits its batches must set batch_order to the order that it splits by"
         )
     requests = np.bincount(ranks, minlength=3).tolist()

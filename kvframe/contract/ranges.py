@@ -68,8 +68,8 @@ class RangeRuns:
         longest = step.max_query_len if step.static_shapes else int((stops - starts).max(initial=0))
         num_padding = len(step.slot_mapping) - len(starts) if step.static_shapes else 0
 
-        def tensor(array: Any, last: int = 0) -> torch.Tensor:
-            return torch.from_numpy(np.pad(array, (0, num_padding), constant_values=last).astype(np.int32))
+        def tensor(array: Any, padding_value: int = 0) -> torch.Tensor:
+            return torch.from_numpy(np.pad(array, (0, num_padding), constant_values=padding_value).astype(np.int32))
 
         return cls(
             step=step,

@@ -37,10 +37,10 @@ def distance_buckets(bias: RelativeBias) -> torch.Tensor:
     logarithm is float32's, on the host, so a distance at the edge of a bucket is in the bucket that it had in training.
     """
     distance = torch.arange(-bias.max_distance, bias.max_distance + 1)
-    num_buckets, first = bias.num_buckets, torch.zeros_like(distance)
+    num_buckets, first_bucket = bias.num_buckets, torch.zeros_like(distance)
     if bias.bidirectional:
         num_buckets //= 2
-        first = (distance > 0) * num_buckets
+        first_bucket = (distance > 0) * num_buckets
         distance = distance.abs()
     else:
         distance = -distance.clamp(max=0)
@@ -49,4 +49,4 @@ def distance_buckets(bias: RelativeBias) -> torch.Tensor:
     # The logarithm of a distance of 0 is -inf, which is no bucket. Such a distance has an exact one.
     wide = num_exact + (growth.clamp(min=0) * (num_buckets - num_exact)).long()
     wide.clamp_(max=num_buckets - 1)
-    return first + torch.where(distance < num_exact, distance, wide)
+    return first_bucket + torch.where(distance < num_exact, distance, wide)

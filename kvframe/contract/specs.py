@@ -74,11 +74,11 @@ def blocks_of(ranges: Iterable[TokenRange], block_size: int) -> tuple[TokenRange
     """Return the block index ranges that sorted token ranges touch, sorted and disjoint."""
     merged: list[tuple[int, int]] = []
     for start, stop in ranges:
-        first, last = start // block_size, -(-stop // block_size)
-        if merged and first <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        first_block, stop_block = start // block_size, -(-stop // block_size)
+        if merged and first_block <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop_block, merged[-1][1]))
         else:
-            merged.append((first, last))
+            merged.append((first_block, stop_block))
     return tuple(merged)
 
 
@@ -316,8 +316,8 @@ class KVCacheSpec(Growing, ABC):
     @property
     def group_key(self) -> tuple[Any, ...]:
         """What two layers must have in common to share a block table: the type and all but its layout."""
-        kept = (f.name for f in attrs.fields(type(self)) if f.name not in self.layout_fields)
-        return (type(self).__module__, type(self).__qualname__, *((name, getattr(self, name)) for name in kept))
+        names = (f.name for f in attrs.fields(type(self)) if f.name not in self.layout_fields)
+        return (type(self).__module__, type(self).__qualname__, *((name, getattr(self, name)) for name in names))
 
     @property
     def block_bytes(self) -> int:
@@ -361,14 +361,14 @@ class KVCacheSpec(Growing, ABC):
         These are the live blocks and the stored blocks, wherever the tokens diverge from an earlier request's.
         """
         live, end = self.live_blocks(n), n + num_new_tokens
-        held = union(live, self.stored_blocks(n, num_new_tokens))
+        blocks = union(live, self.stored_blocks(n, num_new_tokens))
         left_out = n // self.block_size
-        for start, stop in held:
+        for start, stop in blocks:
             left_out = stop if start <= left_out else left_out
         branch = (left_out + 1) * self.block_size
         if branch <= end:
-            held = max(held, union(live, self.stored_blocks(n, num_new_tokens, branch)), key=num_covered)
-        return num_covered(held)
+            blocks = max(blocks, union(live, self.stored_blocks(n, num_new_tokens, branch)), key=num_covered)
+        return num_covered(blocks)
 
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         """Return the most blocks that a request holds at once until it has ``num_tokens`` tokens.
@@ -391,38 +391,40 @@ class KVCacheSpec(Growing, ABC):
         that end in the same block, the first one holds the most. From one block to the next, the live blocks before it
         become at most one more. So a range of blocks is left out if even that could not exceed the peak found so far.
         """
-        size, last = self.block_size, (num_tokens - 1) // self.block_size
+        size, last_block = self.block_size, (num_tokens - 1) // self.block_size
 
         def alive_before(block: int) -> int:
             return self.num_resident_blocks(block * size, 1) - 1
 
         def held_from(block: int, alive: int) -> int:
-            first, end = block * size, -(-min(block * size + max_new_tokens, num_tokens) // size)
+            first_token, end = block * size, -(-min(block * size + max_new_tokens, num_tokens) // size)
             ends_later = end * size - max_new_tokens + 1  # where the first step begins that ends in the next block
-            if end * size < num_tokens and ends_later < first + size:
+            if end * size < num_tokens and ends_later < first_token + size:
                 return max(alive + end - block, self.num_resident_blocks(ends_later, max_new_tokens))
             return alive + end - block
 
         most_new = -(-(max_new_tokens + size - 1) // size)
-        peak = max(held_from(0, 0), held_from(last, alive_before(last)))
-        left = [(0, last, 0)]
-        while left:
-            first, stop, alive = left.pop()
-            if stop - first < 2 or alive - first + min(stop - 1 + most_new, last + 1) <= peak:
+        peak = max(held_from(0, 0), held_from(last_block, alive_before(last_block)))
+        block_ranges = [(0, last_block, 0)]
+        while block_ranges:
+            first_block, stop, alive = block_ranges.pop()
+            if stop - first_block < 2 or alive - first_block + min(stop - 1 + most_new, last_block + 1) <= peak:
                 continue
-            middle = (first + stop) // 2
+            middle = (first_block + stop) // 2
             alive_there = alive_before(middle)
             peak = max(peak, held_from(middle, alive_there))
-            left += [(first, middle, alive), (middle, stop, alive_there)]
+            block_ranges += [(first_block, middle, alive), (middle, stop, alive_there)]
         return peak
 
     def _steps_into_last_block(self, num_tokens: int, max_new_tokens: int) -> Iterator[tuple[int, int]]:
         """Go through steps, starts and counts, that end less than a block before the last token; near block ends."""
         size = self.block_size
         for end in range(num_tokens - size + 1, num_tokens):
-            first = max(0, end - max_new_tokens)
-            near = (block * size + offset for block in range(first // size, end // size + 1) for offset in (-1, 0, 1))
-            yield from ((n, end - n) for n in {first, end - 1, *near} if first <= n < end)
+            min_start = max(0, end - max_new_tokens)
+            near = (
+                block * size + offset for block in range(min_start // size, end // size + 1) for offset in (-1, 0, 1)
+            )
+            yield from ((n, end - n) for n in {min_start, end - 1, *near} if min_start <= n < end)
 
 
 @attrs.frozen(kw_only=True)
@@ -628,13 +630,13 @@ class LayerSpec:
                 f"layer {self.name!r} reads chosen tokens and attends to the {self.spec.sequence} sequence; choices "
                 "are made of a request's own tokens"
             )
-        for added, is_added in (
+        for feature, has_feature in (
             ("a relative bias", self.query.relative_bias is not None),
             ("ALiBi slopes", self.query.alibi_slopes is not None),
         ):
-            if is_added:
+            if has_feature:
                 raise SpecError(
-                    f"layer {self.name!r} has {added} and attends to the {self.spec.sequence} sequence, to whose "
+                    f"layer {self.name!r} has {feature} and attends to the {self.spec.sequence} sequence, to whose "
                     "tokens a query has no distance"
                 )
 

@@ -73,15 +73,15 @@ class StateRun:
         """Return the state before the first token, copies ``[1, *shape]`` by name; None if there is none."""
         if self.source is None:
             return None
-        page, place = self.source
-        return {name: tensor[page, place].unsqueeze(0).clone() for name, tensor in pages.items()}
+        page, index = self.source
+        return {name: tensor[page, index].unsqueeze(0).clone() for name, tensor in pages.items()}
 
     def write(self, pages: Pages, states: Mapping[str, torch.Tensor]) -> None:
         """Write the state after the last token, ``[1, *shape]`` by name, into its page."""
-        page, place = self.target
+        page, index = self.target
         for name, tensor in pages.items():
             _check_state(name, states[name], (1, *tensor.shape[2:]))
-            tensor[page, place].copy_(states[name][0])
+            tensor[page, index].copy_(states[name][0])
 
 
 @attrs.frozen(eq=False)

@@ -188,14 +188,14 @@ class MetadataWrapper(Growing, ABC):
             TypeError: A field that is reset or sliced has neither a value nor an index: a mistake in the wrapper.
         """
         index_of = {"seq_lens_cpu": requests_cpu, "seq_lens": requests, "block_table": requests, "slot_mapping": tokens}
-        carried, values_of, others = _uses_of(type(self))
-        for name in others:
+        carried, values_of, changed_fields = _uses_of(type(self))
+        for name in changed_fields:
             if name in values:
                 continue
             index = index_of.get(name)
             if index is None:
-                missing = f"an index of {_AXES[name].value}s" if name in _AXES else "a value"
-                raise TypeError(f"evolve() needs {missing} for the field {name!r}")
+                requirement = f"an index of {_AXES[name].value}s" if name in _AXES else "a value"
+                raise TypeError(f"evolve() needs {requirement} for the field {name!r}")
             values[name] = getattr(metadata, name).index_select(0, index)
         values = {**dict(zip(carried, values_of(metadata), strict=True)), **values}
         if "extensions" not in values:
@@ -222,7 +222,7 @@ class MetadataWrapper(Growing, ABC):
             return NO_EXTENSIONS
         index_of = {Axis.REQUEST: requests, Axis.TOKEN: tokens, Axis.STEP: None}
         index_cpu_of = {Axis.REQUEST: requests_cpu, Axis.TOKEN: tokens_cpu}
-        passed = {}
+        extensions = {}
         for name, extension in metadata.extensions.items():
             use = self.extensions[name]
             index = index_of[extension.axis]
@@ -231,10 +231,10 @@ class MetadataWrapper(Growing, ABC):
                 if values_cpu is not None:
                     values_cpu = None if index_cpu is None else values_cpu.index_select(0, index_cpu)
                 values = extension.values.index_select(0, index)
-                passed[name] = Extension(values, extension.axis, values_cpu, extension.optional)
+                extensions[name] = Extension(values, extension.axis, values_cpu, extension.optional)
             elif use in (FieldUse.CARRY, FieldUse.SLICE):
-                passed[name] = extension
-        return passed
+                extensions[name] = extension
+        return extensions
 
 
 @cache

@@ -567,7 +567,8 @@ class Lives:
             for (_, key), (index, content) in expected.items():
                 self.check_event(index, content, key)
         entries = self.manager._entries.items()
-        copies = {name: entry.stored.copies for name, entry in entries if entry.stored is not None}
+        stored_rows = {name: entry.stored_row for name, entry in entries if entry.stored_row is not None}
+        copies = {name: stored_row.copies for name, stored_row in stored_rows.items()}
         assert set(self.swapped) == set(copies)
         for name, (_, resident) in self.swapped.items():
             assert resident == [[host_id != 0 for host_id in ids] for ids in copies[name]]

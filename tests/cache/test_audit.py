@@ -57,11 +57,11 @@ def give_a_cached_page(manager: KVCacheManager) -> None:
 
 
 def cache_a_held_page(manager: KVCacheManager) -> None:
-    pool_of(manager)._state[pool_of(manager)._places(held(manager))] = 1
+    pool_of(manager)._state[pool_of(manager)._pool_indices(held(manager))] = 1
 
 
 def hold_once_too_often(manager: KVCacheManager) -> None:
-    pool_of(manager)._state[pool_of(manager)._places(held(manager))] -= 1
+    pool_of(manager)._state[pool_of(manager)._pool_indices(held(manager))] -= 1
 
 
 def forget_an_owner(manager: KVCacheManager) -> None:
