@@ -167,6 +167,24 @@ def test_a_store_that_never_answers_delays_a_request_only_shortly(
         shelf.gate.set()
 
 
+def test_host_memory_is_used_if_a_store_is_late(
+    llama: TinyModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "LEAST_WAIT", 0.05)
+    asked = expected(llama, ASKED[:1])
+    with small_engine(llama, stores=["shelf"], host_memory="4MiB") as engine:
+        assert asked == tokens(engine, ASKED[:1])
+        tokens(engine, OTHERS[:2])
+        assert engine.flush_page_stores()
+        shelf.gate.clear()
+        # The store is asked for the block that follows, which host memory has not.
+        (output,) = engine.generate([[*ASKED[0], *ids(9, 9)]], GREEDY)
+        assert output.cached is not None
+        assert ("host_memory",) == output.cached.restored_from
+        assert 1 == engine.stats().waits_in_vain
+        shelf.gate.set()
+
+
 def test_pages_of_changed_weights_are_not_found(llama: TinyModel, shelf: Shelf) -> None:
     with llama.engine(block_size=4, stores=["shelf"], host_memory="1MiB") as engine:
         tokens(engine, ASKED)

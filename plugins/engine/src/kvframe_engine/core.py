@@ -167,7 +167,7 @@ class EngineCore(ABC, Generic[RequestT]):
         """Log in one line what serves the model."""
         backends = sorted({choice.backend for choice in self.choices})
         options = self.stack.model
-        tiers = list(self.stats().restored_blocks)
+        tiers = () if self._tiers is None else self._tiers.names
         _log.info(
             "%s runs on %s; attention by %s; a cache of %.1f MiB%s",
             self.model.description.name,
@@ -562,8 +562,7 @@ class EngineCore(ABC, Generic[RequestT]):
                 self._requests.note(self._scheduler.take_failed())
 
     def _compute_batch(self) -> None:
-        scheduler, unreported = self._scheduler, self._requests.unreported
-        step = scheduler.schedule()
+        step = self._scheduler.schedule()
         if step is None:
             if self._tiers is not None:
                 self._tiers.wait()
@@ -575,12 +574,13 @@ class EngineCore(ABC, Generic[RequestT]):
                 outcomes = self._runner.run(step)
         except BaseException as error:
             self._turns.hold()
-            self._requests.note(scheduler.fail(step, STEP_FAILED))
+            self._requests.note(self._scheduler.fail(step, STEP_FAILED))
             if self.is_closed:
                 self._end_all(RANKS_ENDED)
             refuse_exit(f"{self.model.description.name}: a step failed", error)
             raise
-        unreported.update({request.request_id: request for request in scheduler.complete(step, outcomes)})
+        completed = self._scheduler.complete(step, outcomes)
+        self._requests.unreported.update({request.request_id: request for request in completed})
         if self._trace is not None or self._tiers is not None or self._cache_events.listener is not None:
             self._report_step(step)
 

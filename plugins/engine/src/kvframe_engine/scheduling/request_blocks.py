@@ -205,21 +205,17 @@ class RequestBlocks(Generic[RequestT]):
                 ranges=request.ranges,
                 num_prompt_tokens=request.num_prompt_tokens if request.keeps_part else None,
             )
-            if request.fetch is not None and self._tiers is not None:
-                self._tiers.drop(request)
             if request.inputs:
                 request.new_inputs = self._cache.missing_inputs(request.request_id)
             # A single input is admitted at any length, because it cannot be computed in parts.
             new_tokens = request.num_new_input_tokens
             fits = not input_tokens or input_tokens + new_tokens <= self._max_num_batched_tokens
             num_scheduled = request.end_of_step(hit, budget) - hit
-            if not num_scheduled:  # its next range needs more of a step
-                self.release(request)
-                return 0
             if self._reserve_prompts and hit + num_scheduled < len(request.token_ids) and others_run:
                 # Without blocks for the rest, it would take blocks from others until it is preempted itself.
                 fits = fits and self._has_capacity(request, len(request.token_ids))
-            if fits and hit < request.promised_tokens and self._waits_again(request, hit + num_scheduled):
+            waits = self._tiers is not None and self._waits_again(request, hit, num_scheduled, fits=fits)
+            if waits or not num_scheduled:  # its next range needs more of a step
                 self.release(request)
                 return 0
             if fits and self._extend_first(request, hit + num_scheduled):
@@ -256,13 +252,16 @@ class RequestBlocks(Generic[RequestT]):
             )
         return num_scheduled
 
-    def _waits_again(self, request: RequestT, num_tokens: int) -> bool:
-        """Return whether a request that finds less than it waited for waits once more, instead of computing the rest.
+    def _waits_again(self, request: RequestT, hit: int, num_scheduled: int, *, fits: bool) -> bool:
+        """Drop what was fetched; return whether a request that finds less than it waited for waits once more.
 
         It does so only when its first tokens fit: before, other requests would evict what is brought to the device.
         """
-        tiers = self._tiers
-        return tiers is not None and self._has_capacity(request, num_tokens) and tiers.begins_again(request)
+        assert self._tiers is not None
+        self._tiers.drop(request)
+        if not fits or not num_scheduled or hit >= request.promised_tokens:
+            return False
+        return self._has_capacity(request, hit + num_scheduled) and self._tiers.begins_again(request)
 
     def _has_capacity(self, request: RequestT, num_tokens: int) -> bool:
         """Return whether there are enough free blocks for a new request's tokens; free the request on an error."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from kvframe import HostStorage, KVCacheManager, Pin, PrefixBlocks, RangedTokens
 from kvframe_engine.pool_pages import PoolPages
-from kvframe_engine.requests.fetch import Fetch, Page
+from kvframe_engine.requests.fetch import Page
 from kvframe_engine.requests.progress import RequestProgress
 
 HOST = "host_memory"
@@ -38,7 +38,7 @@ class Move:
         pages: PoolPages,
         blocks: PrefixBlocks,
         in_host: Sequence[npt.NDArray[np.int32]],
-        fetch: Fetch,
+        fetched: Mapping[tuple[int, int], tuple[str, Page]],
         num_tokens: int,
     ) -> None:
         """Work out which blocks have to be moved.
@@ -49,11 +49,11 @@ class Move:
             pages: The device's pages.
             blocks: The blocks of the request, and which of them are on the device.
             in_host: Per group, the host page of each block; 0 for none.
-            fetch: What was fetched for the request.
+            fetched: The pages that were fetched, each with the name of its store, by group and block index.
             num_tokens: The tokens of the prefix.
         """
         self._manager, self._host, self._pages = manager, host, pages
-        self._in_host, self._fetch, self._num_tokens = in_host, fetch, num_tokens
+        self._in_host, self._fetched, self._num_tokens = in_host, fetched, num_tokens
         # Where each needed block comes from, numbered from 1 on, as ``KVCacheManager.restore`` names copies.
         self._origins: list[tuple[int, int]] = []
         self._copies = [self._number(group, needed) for group, needed in enumerate(blocks.needed(num_tokens))]
@@ -103,7 +103,7 @@ class Move:
                 from_host.append((host_id, block_id))
                 self.sources[HOST] += 1
             else:
-                store, page = self._fetch.pages[group, block]
+                store, page = self._fetched[group, block]
                 fetched.append((page, block_id))
                 self.sources[store] += 1
         if from_host:

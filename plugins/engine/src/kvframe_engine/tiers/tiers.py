@@ -213,14 +213,15 @@ class Tiers:
         """
         fetch = request.fetch
         assert fetch is not None
-        if not fetch.is_done:
+        # What stores have not brought in time is not waited for; what host memory has is still taken.
+        is_late = not fetch.is_done
+        if is_late:
             self.counts.given_up += 1
-            request.num_fetches = MAX_FETCHES  # it has waited long enough
-            return NOTHING
+            request.num_fetches = MAX_FETCHES
         request.promised_tokens = max(request.promised_tokens, fetch.num_tokens)
         blocks = self._blocks_of(request, fetch.blocks)
         # After a reset of the cache, pages may be of other weights. The fetcher counts them until they are dropped.
-        pages = fetch.pages if fetch.records is self._records else {}
+        pages = {} if is_late or fetch.records is not self._records else fetch.pages
         in_host = self._in_host(blocks)
         present = [cached | (host > 0) for cached, host in zip(blocks.cached, in_host, strict=True)]
         for group, block in pages:
@@ -230,7 +231,7 @@ class Tiers:
             return NOTHING
         if len(self.counts.stores) == 1:
             self._known.update(dict.fromkeys((group, blocks.keys[group][block]) for group, block in pages))
-        move = Move(self._manager, self._host, self._pages, blocks, in_host, fetch, num_tokens)
+        move = Move(self._manager, self._host, self._pages, blocks, in_host, pages, num_tokens)
         num_saved = num_tokens - blocks.num_cached
         if not pages and self._is_slower(move.num_host_bytes, num_saved) and not blocks.lacks_inputs:
             request.promised_tokens = 0
@@ -356,13 +357,17 @@ class Tiers:
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tiers in the order in which they are asked."""
+        return (*([] if self._manager.host_tier is None else [HOST]), *self.counts.stores)
+
     def stats(self) -> dict[str, Any]:
         """Return the numbers of ``EngineStats`` that are about tiers. Any thread may call it."""
         counts, tier = self.counts, self._manager.host_tier
-        names = [*([] if tier is None else [HOST]), *counts.stores]
         return {
             "restored_tokens": counts.restored_tokens,
-            "restored_blocks": {name: counts.pages_from[name] for name in names},
+            "restored_blocks": {name: counts.pages_from[name] for name in self.names},
             "waits_in_vain": counts.given_up,
             "host_blocks": 0 if tier is None else tier.num_cached,
             "host_blocks_stored": 0 if tier is None else tier.pages_stored,
