@@ -260,7 +260,9 @@ class CopyingBuilder(AttentionMetadataBuilder):
         """Return ``[num_pages], int64, host``: the indices of the pages to copy in the flattened block table."""
         mask = self._mask
         limits = AttentionMask() if mask is None or not (mask.causal and metadata.causal) else mask
-        return torch.from_numpy((static_places if metadata.static_shapes else live_places)(metadata, limits))
+        return torch.from_numpy(
+            (static_block_indices if metadata.static_shapes else live_block_indices)(metadata, limits)
+        )
 
 
 def _pages(metadata: CommonAttentionMetadata, index: torch.Tensor) -> torch.Tensor:
@@ -276,7 +278,7 @@ def _over_copies(metadata: CommonAttentionMetadata, index: torch.Tensor) -> Comm
     return attrs.evolve(metadata, block_table=table)
 
 
-def live_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntArray:
+def live_block_indices(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntArray:
     """Return the blocks that a query may see: those of the sinks, and all from the first query's window on.
 
     Args:
@@ -305,12 +307,12 @@ def live_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntAr
     return index
 
 
-def static_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntArray:
+def static_block_indices(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntArray:
     """Return as many blocks as any batch of a graph needs: all blocks, or the most that a window reaches.
 
     Args:
         metadata: The step, at a graph's sizes.
-        mask: As for ``live_places``.
+        mask: As for ``live_block_indices``.
 
     Returns:
         ``[num_pages], int64, host``.

@@ -103,7 +103,7 @@ def form_groups(
         choices: Each layer's wrapper chain and backend, in the same order.
         grouping: The cache groups.
         device: Where the backends run.
-        local: For each step-local layer, the place of its metadata among theirs; None for no such layer.
+        local: For each step-local layer, the index of its metadata among theirs; None for no such layer.
         scratch: Memory for copies of pages, for backends that do not read their layers' format; a new one unless given.
 
     Raises:

@@ -142,7 +142,7 @@ class Layers(Mapping[str, AttentionLayer]):
         self._block_sizes = frozenset() if views else frozenset(sizes)
         self._needs_exact = any(group.builder.needs_exact_lens for group in self.groups)
         self._builds_on_host = self._staging.is_needed and any(group.builder.on_host for group in self.groups)
-        num_cache_groups = len(grouping.groups) + self.local.num_places
+        num_cache_groups = len(grouping.groups) + self.local.num_groups
         self._plan = MetadataPlan(self.groups, num_cache_groups, pages, audited=audited)
         choosing = [step for step in self._steps if step.group.wrapped.query and step.group.wrapped.query.choice]
         self._audited_steps = choosing if audited else []

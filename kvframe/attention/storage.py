@@ -350,7 +350,7 @@ class LocalCaches:
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
 
     @property
-    def num_places(self) -> int:
+    def num_groups(self) -> int:
         """The number of values that ``metadata`` returns."""
         return len(self._tables)
 

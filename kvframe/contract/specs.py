@@ -83,7 +83,7 @@ def blocks_of(ranges: Iterable[TokenRange], block_size: int) -> tuple[TokenRange
 
 
 def num_covered(ranges: Iterable[tuple[int, int]]) -> int:
-    """Return how many places disjoint ranges have together."""
+    """Return the total length of disjoint ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
