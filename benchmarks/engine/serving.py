@@ -17,7 +17,7 @@ from benchmarks.harness import models
 from benchmarks.harness.machine import PEER
 from benchmarks.harness.process import EngineProcess, start_engines
 from benchmarks.harness.record import by_turns
-from kvframe.loading.checks import parse_bytes
+from kvframe.contract.sizes import parse_bytes
 
 KVFRAME, VLLM, TRANSFORMERS, CONTINUOUS = "kvframe", "vLLM", "transformers", "transformers continuous batching"
 COMPILED, PACKED, SKIPPING = ", compiled", ", packed", ", prefill skipping"

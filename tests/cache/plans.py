@@ -155,4 +155,5 @@ def evict_all(manager: KVCacheManager) -> None:
 
 def branch(manager: KVCacheManager, name: str) -> int:
     """Return the position at which a request's tokens differ from earlier ones."""
-    return numbers_of(manager).states[manager.row(name)].branch
+    position: int = numbers_of(manager).states[manager.row(name)].branch
+    return position

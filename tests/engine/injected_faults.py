@@ -65,9 +65,10 @@ class Faults:
             group.backend.attend = self._before(group.backend.attend, "backend", "interrupt")
             group.backend.write_kv = self._spoiling_state(group.backend.write_kv)
         runner_of(parts).forward = self._spoiling_logits(runner_of(parts).forward)
-        manager_of(parts).extend_rows = self._before(manager_of(parts).extend_rows, "books")
-        manager_of(parts).commit_rows = self._before(manager_of(parts).commit_rows, "books")
-        host_pages = manager_of(parts)._swapper._host_pages
+        manager: Any = manager_of(parts)
+        manager.extend_rows = self._before(manager.extend_rows, "books")
+        manager.commit_rows = self._before(manager.commit_rows, "books")
+        host_pages: Any = manager._swapper._host_pages
         if host_pages is not None:
             host_pages.copy_out = self._before(host_pages.copy_out, "swap")
             host_pages.copy_in = self._before(host_pages.copy_in, "swap")

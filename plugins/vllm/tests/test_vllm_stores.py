@@ -178,25 +178,14 @@ def test_windows_beside_full_attention_and_a_type_that_vllm_does_not_have(
     assert (0, 0) == (first["held_blocks"], second["held_blocks"])
 
 
-RANKS: dict[str, dict[str, Any]] = {
-    "tensor": {"tensor_parallel_size": 2},
-    "pipeline": {
-        "pipeline_parallel_size": 2,
-        "enforce_eager": False,
-        "compilation_config": {"mode": 1, "backend": "eager"},
-    },
-}
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_each_rank_keeps_its_own_pages(ranks: str, vllm_runs: Any, tmp_path: Path) -> None:
+def test_each_rank_keeps_its_own_pages(vllm_runs: Any, tmp_path: Path) -> None:
     model, prompts = vllm_runs.make_model("Gemma3Text"), vllm_runs.make_prompts(8)
     settings = {"engine": vllm_runs.engine, "prompts": prompts, "max_tokens": 8}
     plain = vllm_runs.serve(model, settings, vllm_runs.stack)
     stack, plugins = disk(tmp_path / "pages") + vllm_runs.stack, [patient(vllm_runs, tmp_path)]
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     first, second = (
-        vllm_runs.serve(model, with_stores(vllm_runs, settings, **RANKS[ranks]), stack, plugins, **variables)
+        vllm_runs.serve(model, with_stores(vllm_runs, settings, tensor_parallel_size=2), stack, plugins, **variables)
         for _ in range(2)
     )
     assert plain["tokens"] == first["tokens"]

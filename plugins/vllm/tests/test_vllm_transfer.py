@@ -332,6 +332,7 @@ CACHE = {"enable_prefix_caching": True, "prefix_caching_hash_algo": "sha256"}
         ({"disk": {}}, {"stores": []}, {}, "takes no kv_connector_extra_config, and has stores"),
         ({"disk": {}}, {}, {"enable_prefix_caching": False}, "prefix caching is off in vLLM for this model"),
         ({"disk": {}}, {}, {"prefix_caching_hash_algo": "xxhash"}, "and 'xxhash' can: start vLLM with"),
+        ({"disk": {}}, {}, {"pipeline": 2}, "pages of layers that pipeline parallelism divides"),
     ],
 )
 def test_what_cannot_be_used_is_refused(
@@ -355,6 +356,7 @@ def test_what_cannot_be_used_is_refused(
     config = SimpleNamespace(
         cache_config=SimpleNamespace(**{**CACHE, **cache}),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=given),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=cache.get("pipeline", 1)),
     )
     with pytest.raises(KVFrameError, match=message):
         make_transfer(config, SimpleNamespace(kv_cache_groups=[]))

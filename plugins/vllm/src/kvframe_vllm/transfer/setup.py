@@ -44,7 +44,7 @@ def make_transfer(vllm_config: Any, kv_cache_config: Any) -> Transfer:
 
     Raises:
         KVFrameError: vLLM lacks a name, no stack is attached, or it has no store. Or vLLM finds no prefixes, or by
-            hashes that can be forged. Or a group of layers is not kvframe's.
+            hashes that can be forged, or divides layers among ranks. Or a group of layers is not kvframe's.
     """
     check_connector()
     stack, registry = attached()
@@ -67,6 +67,11 @@ def make_transfer(vllm_config: Any, kv_cache_config: Any) -> Transfer:
         raise BackendError(
             f"KVFrameConnector needs hashes of tokens that cannot be forged, and {cache.prefix_caching_hash_algo!r} "
             f"can: start vLLM with --prefix-caching-hash-algo {_SAFE_HASHES[0]}"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise BackendError(
+            "KVFrameConnector does not move pages of layers that pipeline parallelism divides: start vLLM with tensor "
+            "parallelism instead, or without --kv-transfer-config"
         )
     groups = [_spec_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     layers = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
