@@ -373,7 +373,9 @@ def test_a_group_of_vllms_own_and_divided_blocks_are_refused(monkeypatch: pytest
     made = Stack.from_mapping({"cache": {"disk": {"path": str(tmp_path), "size": "1MiB"}}})
     monkeypatch.setattr(attach, "_attached", {"stack.toml": (made, load_plugins(made.plugins).registry)})
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(**CACHE), kv_transfer_config=SimpleNamespace(kv_connector_extra_config={})
+        cache_config=SimpleNamespace(**CACHE),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(), layer_names=["layers.0"])
     with pytest.raises(KVFrameError, match="pages of kvframe's layers only, and a group has SimpleNamespace"):
