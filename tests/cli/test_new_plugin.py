@@ -107,7 +107,7 @@ STACKS: dict[str, dict[str, Any]] = {
     "wrapper": {"rules": [{"layers": "*", "wrappers": ["mine_wrapper"], "backend": "torch_reference"}]},
     "format": {"cache": {"format": "mine_format"}},
     "eviction": {"cache": {"eviction": "mine_eviction"}},
-    "page_store": {"cache": {"stores": ["mine_page_store"]}},
+    "page_store": {"cache": {"stores": ["mine_page_store"], "key": "5" * 64}},
     "proposer": {"model": {"drafts": "mine_proposer"}},
 }
 """How a stack uses the plugin. Its tokens are those of a stack without it. The adapter's own tests run a model."""

@@ -109,7 +109,8 @@ def test_json_is_one_object_with_outputs_and_stats(here: Path) -> None:
     assert 1 == result.stdout.count("\n")
     assert {"outputs", "stats"} == set(found)
     assert {"prompt_token_ids", "token_ids", "text"} <= set(found["outputs"][0])
-    assert {"num_tokens", "known_tokens", "of_groups", "limited_by", "why"} == set(found["outputs"][0]["cached"])
+    of_prompt = {"num_tokens", "known_tokens", "of_groups", "limited_by", "why", "restored_tokens", "restored_from"}
+    assert of_prompt == set(found["outputs"][0]["cached"])
 
 
 def test_a_temperature_samples_and_zero_does_not(here: Path) -> None:

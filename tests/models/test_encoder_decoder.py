@@ -372,7 +372,7 @@ def test_the_self_check_finds_positions_that_are_not_passed(
 
 def test_the_self_check_sees_a_wrong_table_of_biases(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "kvframe_transformers.model.tables_of",
+        "kvframe_transformers.attached.tables_of",
         lambda layers, modules, model: [
             (layer, torch.zeros(8, 4)) for layer in layers if "relative_bias" in layer.query
         ],

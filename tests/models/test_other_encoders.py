@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvframe_transformers import apart, model
+from kvframe_transformers import apart, attached, probe
 from kvframe_transformers.adapter import TransformersAdapter
 from kvframe_transformers.checkpoint import quiet
 from kvframe_transformers.testing import spread_weights
@@ -90,8 +90,8 @@ def test_neighbours_that_are_mixed_across_texts_are_found_by_the_self_check(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, family)
-    monkeypatch.setattr(model, "find_apart", lambda *_: {})
-    monkeypatch.setattr(model, "unfolds", lambda _: False)
+    monkeypatch.setattr(probe, "find_apart", lambda *_: {})
+    monkeypatch.setattr(attached, "unfolds", lambda _: False)
     with pytest.raises(ModelError, match="gives other hidden states in a packed batch than alone"):
         Embedder.from_pretrained(tmp_path, stack=STACK)
 
