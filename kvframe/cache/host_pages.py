@@ -1,4 +1,4 @@
-"""Host memory for pages: what the cache needs of whoever owns its bytes (``attention.storage``)."""
+"""Host memory for pages: what the cache asks of the object that owns its bytes (``attention.storage``)."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvframe.cache.allocation import PageCopier
 from kvframe.cache.arguments import (
+    SECRET_BYTES,
     TableRows,
     check_count,
     check_inputs,
@@ -23,14 +24,14 @@ from kvframe.cache.arguments import (
 from kvframe.cache.audit import audit_each_verb, audit_pool, audit_rows, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows, RowState
 from kvframe.cache.coordinator import KVCacheCoordinator, TokenMover
-from kvframe.cache.events import KEY_BYTES, NO_INPUTS, EventLog, PageWatcher
+from kvframe.cache.events import NO_INPUTS, EventLog, PageWatcher
 from kvframe.cache.host_pages import HostPages
 from kvframe.cache.host_tier import HostTier
 from kvframe.cache.input_index import InputBlocks, InputSequence, Namespace, input_blocks, inputs_root
 from kvframe.cache.prefix_lookup import NO_HIT, Pin, Pins, PrefixCache, PrefixHit, found_prefix
 from kvframe.cache.radix_tree import NO_MATCH, before_range
 from kvframe.cache.stats import FoundPrefix, GroupLookups, KVCacheStats
-from kvframe.cache.stored_prefix import PrefixBlocks, prefix_blocks
+from kvframe.cache.stored_prefix import PrefixBlocks, block_keys, prefix_blocks
 from kvframe.cache.swap import FetchPages, StoredRow, Swapper
 from kvframe.contract.errors import RequestError
 from kvframe.contract.eviction import LRU, EvictionPolicy
@@ -143,7 +144,7 @@ class KVCacheManager:
         self._num_resets = 0
         self._events: EventLog | None = None
         self._watchers: tuple[PageWatcher, ...] = ()
-        self._watch_secret = bytes(KEY_BYTES)
+        self._watch_secret = bytes(SECRET_BYTES)
         self._refreshes = False  # whether leaves are updated after each commit, for events
         self._lookups = [GroupLookups(group.spec.kind) for group in plan.groups]
         if audited:
@@ -677,9 +678,12 @@ class KVCacheManager:
         namespace, blocks_of_inputs = self._check_prompt(token_ids, salt, inputs)
         num_known = num_prompt_tokens if num_prompt_tokens and self.tables.first_tokens else len(token_ids)
         max_tokens = min(num_known, len(token_ids)) - 1
-        return prefix_blocks(
-            self._cache, self._kinds, secret, namespace, token_ids, max_tokens, blocks_of_inputs, ranges, known
-        )
+        hit = self._find_hit(namespace, token_ids, max_tokens, blocks_of_inputs, ranges)
+        if known is not None:
+            keys = known.keys
+        else:
+            keys = block_keys(self._kinds, secret, namespace, token_ids, max_tokens, blocks_of_inputs)
+        return prefix_blocks(self._cache, self._kinds, hit, keys, max_tokens, blocks_of_inputs, ranges)
 
     check_salt = staticmethod(check_salt)
 

@@ -1,7 +1,7 @@
-"""Stored prefixes: the keys of a request's blocks, and the longest prefix of which all needed blocks are somewhere.
+"""Stored prefixes: the keys of a request's blocks, and the longest prefix whose needed blocks are all somewhere.
 
-Blocks that are not in the pool may be in host memory, on disk or on another machine. Whoever has them, a request can
-continue after ``n`` tokens if the blocks that are live at ``n`` are there, in every group.
+Blocks that are not in the pool may be in host memory, on disk or on another machine. A request can continue after ``n``
+tokens if the blocks that are live at ``n`` are in any of these places, in every group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvframe.cache.block_table import GroupKinds
 from kvframe.cache.events import PrefixHash, input_key
 from kvframe.cache.input_index import InputBlocks, Namespace
 from kvframe.cache.live_range import LiveRange, longest_common_prefix
-from kvframe.cache.prefix_lookup import PrefixCache
+from kvframe.cache.prefix_lookup import PrefixCache, PrefixHit
 from kvframe.cache.radix_tree import as_bytes, before_range
 from kvframe.contract.specs import TokenRange
 from kvframe.planning.plan import PlannedGroup
@@ -95,65 +95,76 @@ class PrefixBlocks:
 def prefix_blocks(
     cache: PrefixCache,
     kinds: GroupKinds,
-    secret: bytes,
-    namespace: Namespace,
-    tokens: Sequence[int],
+    hit: PrefixHit,
+    keys: Sequence[Sequence[bytes]],
     max_tokens: int,
     inputs: Sequence[InputBlocks],
     ranges: Sequence[TokenRange],
-    earlier_result: PrefixBlocks | None,
 ) -> PrefixBlocks:
     """Return the blocks of a request's inputs and of its first ``max_tokens`` tokens.
 
     Args:
         cache: The prefix cache.
         kinds: The groups.
-        secret: 32 bytes, for the keys.
-        namespace: The request's salt and inputs.
-        tokens: Its tokens.
+        hit: What the cache has of the request.
+        keys: The keys of its blocks (``block_keys``).
         max_tokens: The most tokens of a prefix.
         inputs: The blocks of its inputs.
         ranges: Its ranges of tokens that no prefix divides.
-        earlier_result: The earlier result for these tokens, whose keys are taken over; None for none.
     """
     plan = kinds.plan
-    hit = cache.find_prefix(namespace, tokens, max_tokens, inputs)
-    while (range_start := before_range(ranges, hit.num_tokens)) < hit.num_tokens:
-        hit = cache.find_prefix(namespace, tokens, range_start, inputs)
     pages = cache.tree.pages_of(hit.match, max_tokens)
-    is_cached_of = {group: pages[stack][index] != 0 for group, (stack, index) in cache.tree.stack_indices.items()}
-    sizes = {plan.groups[group].block_size for group in is_cached_of}
-    ends = sorted({end for size in sizes for end in range(size, max_tokens + 1, size)})
-    key_of = {} if earlier_result else _keys_of(secret, namespace, tokens, ends)
-    keys: list[list[bytes]] = [[] for _ in plan.groups]
     cached_blocks = [np.zeros(0, dtype=np.bool_) for _ in plan.groups]
-    for group, is_cached in is_cached_of.items():
-        size = plan.groups[group].block_size
-        keys[group] = [] if earlier_result else [key_of[end] for end in range(size, max_tokens + 1, size)]
-        cached_blocks[group] = is_cached
+    for group, (stack, index) in cache.tree.stack_indices.items():
+        cached_blocks[group] = pages[stack][index] != 0
     for blocks in inputs:
-        size = plan.groups[blocks.group].block_size
-        lengths = (
-            [] if earlier_result else [min((index + 1) * size, blocks.num_tokens) for index in range(blocks.num_blocks)]
-        )
-        keys[blocks.group] = [input_key(secret, blocks, length) for length in lengths]
         input_pages = cache.inputs.find_input(blocks)
         is_cached = np.zeros(blocks.num_blocks, dtype=np.bool_) if input_pages is None else input_pages != 0
         cached_blocks[blocks.group] = is_cached
     return PrefixBlocks(
-        keys=earlier_result.keys if earlier_result else keys,
+        keys=keys,
         cached=cached_blocks,
         num_cached=hit.num_tokens,
         inputs=frozenset(hit.inputs),
         groups=plan.groups,
-        live={group: kinds.live[group] for group in is_cached_of},
+        live=kinds.live,
         alignment=plan.alignment,
         most=max_tokens,
         ranges=ranges,
     )
 
 
-def _keys_of(secret: bytes, namespace: Namespace, tokens: Sequence[int], ends: Sequence[int]) -> dict[int, bytes]:
+def block_keys(
+    kinds: GroupKinds,
+    secret: bytes,
+    namespace: Namespace,
+    tokens: Sequence[int],
+    max_tokens: int,
+    inputs: Sequence[InputBlocks],
+) -> list[list[bytes]]:
+    """Return per group the keys of a request's whole blocks of its first ``max_tokens`` tokens, or of its input.
+
+    Args:
+        kinds: The groups.
+        secret: 32 bytes, for the keys.
+        namespace: The request's salt and inputs.
+        tokens: Its tokens.
+        max_tokens: The most tokens of a prefix.
+        inputs: The blocks of its inputs.
+    """
+    groups = kinds.plan.groups
+    sizes = {index: groups[index].block_size for index in kinds.live}
+    ends_of = {index: range(size, max_tokens + 1, size) for index, size in sizes.items()}
+    key_of = _prefix_keys(secret, namespace, tokens, sorted({end for ends in ends_of.values() for end in ends}))
+    keys = [[key_of[end] for end in ends_of.get(group.index, ())] for group in groups]
+    for blocks in inputs:
+        size = groups[blocks.group].block_size
+        ends = (min((index + 1) * size, blocks.num_tokens) for index in range(blocks.num_blocks))
+        keys[blocks.group] = [input_key(secret, blocks, end) for end in ends]
+    return keys
+
+
+def _prefix_keys(secret: bytes, namespace: Namespace, tokens: Sequence[int], ends: Sequence[int]) -> dict[int, bytes]:
     """Return the keys of a request's prefixes, by their numbers of tokens."""
     prefix, keys = PrefixHash(secret, *namespace), {}
     numbers = np.frombuffer(as_bytes(tokens, 0, ends[-1]) if ends else b"", dtype=np.uint32)

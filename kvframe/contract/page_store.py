@@ -112,7 +112,7 @@ class PageStore(Growing, ABC):
     def local_secret(self) -> bytes | None:
         """Return a secret of 32 bytes that engines which share the store share too; None for a store without one.
 
-        Called once, when an engine starts whose stack has no ``key``. Only a store that nobody but the user of this
-        process can read may keep a secret.
+        Called once, when an engine starts whose stack has no ``key``. A store may keep a secret only if no
+        other user than that of this process can read it.
         """
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import blake2b
+from hmac import compare_digest
 
 SEAL_BYTES = 32
 KEY = b"kvframe.record.1"
@@ -47,4 +48,4 @@ class PageRecords:
 
     def is_sound(self, record_key: bytes, record: memoryview) -> bool:
         """Return whether a record is one that was sealed under this key."""
-        return self.seal(record_key, record[SEAL_BYTES:]) == bytes(record[:SEAL_BYTES])
+        return compare_digest(self.seal(record_key, record[SEAL_BYTES:]), bytes(record[:SEAL_BYTES]))

@@ -7,13 +7,13 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvframe.cache.arguments import SECRET_BYTES
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import FileError, StackError, shown
 from kvframe.contract.files import read_bytes
 from kvframe.contract.foreign import safe_reason
 from kvframe.contract.page_store import PageStore
 
-SECRET_BYTES = 32
 _MAX_KEY_FILE = 4096
 _DIGITS = re.compile(r"[0-9a-fA-F]+")
 

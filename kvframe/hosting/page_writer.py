@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Sequence
@@ -9,11 +10,13 @@ from collections.abc import Sequence
 import attrs
 import torch
 
+from kvframe.contract.foreign import safe_text
 from kvframe.hosting.page_records import PageRecords
 from kvframe.hosting.sealed_store import SealedStore
 
+_log = logging.getLogger("kvframe")
 MAX_QUEUED_BYTES = 256 << 20
-"""Bytes of pages that wait for the stores, as long as an engine computes."""
+"""Bytes of pages that wait for the stores, as long as a host computes steps."""
 
 
 @attrs.frozen(eq=False)
@@ -83,6 +86,9 @@ class PageWriter:
         while (batch := self._batches.get()) is not None:
             try:
                 self._write(batch)
+            except Exception as error:  # such as too little memory; the stores' own failures do not come here
+                _log.warning("%d pages were not given to the page stores: %s", len(batch.page_keys), safe_text(error))
+                self.drop(len(batch.page_keys))
             finally:
                 with self._is_idle:
                     self._num_bytes -= batch.pages.nbytes

@@ -67,17 +67,24 @@ class SealedStore:
 
     def find(self, records: PageRecords, keys: Sequence[bytes]) -> list[bool]:
         """Return which records the store has; none if it fails or rests."""
+        are_found = self._find(records, keys)
+        if are_found is None:
+            return [False] * len(keys)
+        self._works()
+        return are_found
+
+    def _find(self, records: PageRecords, keys: Sequence[bytes]) -> list[bool] | None:
+        """Return which records the store has; None if it fails or rests, or there is no key."""
         store = self._opened(records)
         if store is None or not keys:
-            return [False] * len(keys)
+            return None
         try:
             answers = [bool(answer) for answer in store.find(keys)]
             if len(answers) != len(keys):
                 raise ValueError(f"find() returned {len(answers)} answers for {len(keys)} keys")
         except BaseException as error:
             self._fail(error)
-            return [False] * len(keys)
-        self._works()
+            return None
         return answers
 
     def read(self, records: PageRecords, keys: Sequence[bytes], page_bytes: int) -> list[Page | None]:
@@ -115,12 +122,13 @@ class SealedStore:
 
     def write(self, records: PageRecords, keys: Sequence[bytes], pages: Sequence[Page]) -> None:
         """Give pages to the store, except those that it has."""
-        found = self.find(records, keys)
-        absent = [index for index, is_found in enumerate(found) if not is_found]
+        # A store that is full still finds records: only a write shows that it works.
+        are_found = self._find(records, keys)
         store = self._opened(records)
-        if store is None:
-            self.counts.pages_dropped += len(absent)
+        if are_found is None or store is None:
+            self.counts.pages_dropped += len(keys)
             return
+        absent = [index for index, is_found in enumerate(are_found) if not is_found]
         if not absent:
             return
         page_bytes = pages[0].nbytes

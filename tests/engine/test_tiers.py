@@ -16,7 +16,7 @@ from kvframe.contract.errors import StackError
 from kvframe.hosting import page_writer, sealed_store
 from tests.models.serving import GREEDY, TinyModel, ids
 from tests.support.engines import fetcher_of, held_pages, manager_of, scheduler_of, tiers_of, waited_for
-from tests.support.stores import SHELVES, Shelf, shelf_plugin
+from tests.support.stores import SHELVES, OpenShelf, Shelf, shelf_plugin
 
 SYSTEM = ids(3, 37)
 ASKED = [[*SYSTEM, *ids(6, 3)], [*SYSTEM, *ids(7, 19)]]
@@ -163,6 +163,9 @@ def test_a_store_that_never_answers_delays_a_request_only_shortly(
         # Without a limit, this would wait for ever.
         assert asked == tokens(engine, ASKED)
         assert 2 == engine.stats().waits_in_vain
+        # The call still lasts, so that further requests do not wait for it.
+        tokens(engine, OTHERS[:2])
+        assert 2 == engine.stats().waits_in_vain
         assert 0 == held_pages(engine)
         shelf.gate.set()
 
@@ -183,6 +186,62 @@ def test_host_memory_is_used_if_a_store_is_late(
         assert ("host_memory",) == output.cached.restored_from
         assert 1 == engine.stats().waits_in_vain
         shelf.gate.set()
+
+
+def test_a_full_store_is_not_taken_for_one_that_works(
+    llama: TinyModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(store: OpenShelf, keys: Sequence[bytes], records: Sequence[memoryview]) -> int:
+        raise OSError("the shelf is full")
+
+    monkeypatch.setattr(sealed_store, "FIRST_REST", 1e-9)
+    monkeypatch.setattr(OpenShelf, "write", refuse)
+    with llama.engine(block_size=4, stores=["shelf"]) as engine:
+        for prompt in (*ASKED, *OTHERS):
+            tokens(engine, [prompt])
+            assert engine.flush_page_stores()
+        counts = engine.stats().stores["shelf"]
+        assert counts.failures > 5
+        assert 0 == counts.pages_stored < counts.pages_dropped
+    # It is said once, and not that it works again whenever a record was looked up.
+    assert 1 == sum("the shelf is full" in record.getMessage() for record in caplog.records)
+    assert not [record for record in caplog.records if record.getMessage().endswith("'shelf' works again")]
+
+
+def test_too_little_memory_ends_no_thread(llama: TinyModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = expected(llama, ASKED)
+    with llama.engine(block_size=4, stores=["shelf"]) as engine:
+        with monkeypatch.context() as short:
+            for method in ("find", "write"):
+                short.setattr(sealed_store.SealedStore, method, raising(MemoryError()))
+            assert asked == tokens(engine, ASKED)
+            assert engine.flush_page_stores()
+            assert ({}, 0) == (shelf.records, engine.stats().waits_in_vain)
+        tokens(engine, OTHERS)
+        assert engine.flush_page_stores()
+        assert len(shelf.records) > 0
+
+
+def raising(error: BaseException) -> Any:
+    def method(*arguments: Any) -> None:
+        raise error
+
+    return method
+
+
+def test_pages_larger_than_a_step_takes_are_given_too(
+    llama: TinyModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "BYTES_A_STEP", 1)
+    with llama.engine(block_size=4, stores=["shelf"]) as engine:
+        engine.add_request(OTHERS[1], attrs.evolve(GREEDY, max_new_tokens=40))
+        engine.add_request(ASKED[0], attrs.evolve(GREEDY, max_new_tokens=1))
+        while scheduler_of(engine).has_work:
+            engine.step()
+            if len(scheduler_of(engine).running) == 1 and waited_for(lambda: len(shelf.records) > 0, 0.1):
+                break
+        assert len(scheduler_of(engine).running) == 1
+        assert len(shelf.records) > 0
 
 
 def test_pages_of_changed_weights_are_not_found(llama: TinyModel, shelf: Shelf) -> None:

@@ -58,7 +58,7 @@ def check_densely(assembly: Assembly, layers: Sequence[LayerSpec], retyped: Sequ
         model.detach()
         model.attach(assembly.layers)
     stored = [each.dtype for each in packed] + [each for each in assembly.layers.dtypes if each.is_floating_point]
-    # Models compute some parts in float32, whatever their dtype.
+    # Models of any dtype compute some parts in float32.
     allowed = max(8 * torch.finfo(torch.float32).eps, *(float(torch.finfo(dtype).eps ** 0.5) for dtype in stored))
     worst = max(_difference(ours, theirs) for ours, theirs in zip(packed, dense, strict=True))
     if not worst <= allowed:

@@ -85,7 +85,7 @@ def _worst_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tenso
 def tolerance_of(*dtypes: torch.dtype) -> float:
     """Return the relative difference that rounding explains: half of the digits of the least precise dtype.
 
-    It is some rounding errors of float32 at least: models compute some parts in float32, whatever their dtype, such as
+    It is eight rounding errors of float32 at least, because models of any dtype compute some parts in float32, such as
     norms and routers.
     """
     of_dtypes = max(float(torch.finfo(dtype).eps ** 0.5) for dtype in dtypes if dtype.is_floating_point)

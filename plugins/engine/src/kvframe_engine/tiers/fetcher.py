@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Sequence
@@ -10,8 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe import PageRecords, SealedStore
+from kvframe.contract.foreign import safe_text
 from kvframe_engine.requests.fetch import Fetch
 
+_log = logging.getLogger("kvframe")
 MAX_FETCHED_BYTES = 1 << 30
 """Bytes of pages that were fetched and wait for their requests to be admitted; further requests wait for them."""
 
@@ -43,9 +46,16 @@ class PrefixFetcher:
         self._changed = threading.Condition()
         self.num_waiting_bytes = 0
         self._is_closed = False
+        self._current: Fetch | None = None
         self.seconds_per_token: float | None = None
         self._thread = threading.Thread(target=self._run, name="kvframe-page-fetcher", daemon=True)
         self._thread.start()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a call to a store lasts longer than its request waited, so that no further request should wait."""
+        fetch = self._current
+        return fetch is not None and fetch.is_cancelled
 
     def put(self, fetch: Fetch) -> None:
         """Queue a fetch."""
@@ -81,8 +91,13 @@ class PrefixFetcher:
                 break
             try:
                 if not fetch.is_cancelled:
+                    self._current = fetch
                     self._fetch(fetch)
+            except Exception as error:  # such as too little memory; the stores' own failures do not come here
+                _log.warning("a prefix was not fetched, and is computed: %s", safe_text(error))
+                fetch.pages = {}
             finally:
+                self._current = None
                 with self._changed:
                     fetch.is_done = True
                     if fetch.is_cancelled:
@@ -105,8 +120,8 @@ class PrefixFetcher:
                 for group, held in enumerate(holders)
                 for block in np.flatnonzero(~fetch.local[group] & (held == 0)).tolist()
             ]
-            found = store.find(records, [keys[group][block] for group, block in wanted])
-            for (group, block), is_found in zip(wanted, found, strict=True):
+            are_found = store.find(records, [keys[group][block] for group, block in wanted])
+            for (group, block), is_found in zip(wanted, are_found, strict=True):
                 if is_found:
                     holders[group][block] = number
         for group, held in enumerate(holders):

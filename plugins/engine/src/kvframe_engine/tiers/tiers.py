@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 import attrs
@@ -49,6 +49,9 @@ BYTES_A_STEP = 16 << 20
 
 MAX_FETCHES = 3
 """How often a request waits for its pages once more, because some were evicted before it started."""
+
+BYTES_WHEN_IDLE = 4 << 30
+"""The bytes of pages that wait for the stores, at most, when an engine has nothing to compute."""
 
 LEAST_TOKENS = 64
 """Steps of fewer tokens tell little about prompts."""
@@ -122,7 +125,7 @@ class Tiers:
         self._fetcher: PrefixFetcher | None = None
         self._fresh: dict[int, tuple[int, bytes]] = {}
         self._known: dict[tuple[int, bytes], None] = {}
-        self._has_stores = bool(stores)
+        self._num_stores = len(stores)
         self._seconds_per_token: float | None = None
         self._host_rate = ReadRate()
         self._page_bytes = [group.page_bytes for group in manager.plan.groups]
@@ -143,7 +146,7 @@ class Tiers:
         self._begin(request)
 
     def begins_again(self, request: RequestProgress) -> bool:
-        """Begin again to fetch a prefix of which less was found than the request waited for.
+        """Begin again to fetch a request's prefix, because less of it was found than the request waited for.
 
         Other requests may have evicted pages in between, on the device and in host memory. A prefix without its first
         pages is none, however many of the others were fetched.
@@ -170,9 +173,9 @@ class Tiers:
         local = [cached | (host > 0) for cached, host in zip(blocks.cached, in_host, strict=True)]
         num_local = blocks.longest(local)
         request.promised_tokens = max(blocks.num_cached, num_local or 0)
-        if self._fetcher is None or self._records is None:
+        if self._fetcher is None or self._records is None or self._fetcher.is_stuck:
             is_more = num_local is not None and (num_local > blocks.num_cached or blocks.lacks_inputs)
-            request.fetch = Fetch(None, blocks, local, 0.0, is_done=True) if is_more else None
+            request.fetch = Fetch(self._records, blocks, local, 0.0, is_done=True) if is_more else None
             return
         per_token = self._seconds_per_token or DEFAULT_SECONDS_PER_TOKEN
         num_missing = blocks.most - (num_local or 0)
@@ -229,7 +232,7 @@ class Tiers:
         num_tokens = blocks.longest(present)
         if num_tokens is None or (num_tokens <= blocks.num_cached and not blocks.lacks_inputs):
             return NOTHING
-        if len(self.counts.stores) == 1:
+        if self._num_stores == 1:
             self._known.update(dict.fromkeys((group, blocks.keys[group][block]) for group, block in pages))
         move = Move(self._manager, self._host, self._pages, blocks, in_host, pages, num_tokens)
         num_saved = num_tokens - blocks.num_cached
@@ -293,7 +296,7 @@ class Tiers:
         lost = [block_id for block_id in block_ids if block_id in self._fresh]
         if not lost:
             return
-        num_kept = self._writer.free_bytes // self._page_bytes[group]
+        num_kept = -(-self._writer.free_bytes // self._page_bytes[group])
         self._give(lost[:num_kept])
         self._writer.drop(len(lost[num_kept:]))
         for block_id in lost[num_kept:]:
@@ -303,7 +306,7 @@ class Tiers:
         """Forget all pages: the model changed."""
         self._fresh.clear()
         self._known.clear()
-        if self._has_stores:
+        if self._num_stores:
             self._records = PageRecords(self._secret, self._make_origin())
 
     def after_step(self, num_tokens: int, seconds: float, *, is_last: bool) -> None:
@@ -312,28 +315,26 @@ class Tiers:
         Args:
             num_tokens: The tokens that the step computed.
             seconds: How long it took.
-            is_last: Whether no request is left. Then all pages are given; otherwise as many as hardly delay the next
-                step, and the others after later steps.
+            is_last: Whether no request is left. Then pages are given whatever waits already; otherwise as many as
+                hardly delay the next step, and the others after later steps.
         """
         if num_tokens >= LEAST_TOKENS:
             per_token, known = seconds / num_tokens, self._seconds_per_token
             self._seconds_per_token = per_token if known is None else 0.9 * known + 0.1 * per_token
             if self._fetcher is not None:
                 self._fetcher.seconds_per_token = self._seconds_per_token
-        if self._fresh:
-            self._give_some(None if is_last else BYTES_A_STEP)
+        if self._fresh and self._writer is not None:
+            self._give_some(BYTES_WHEN_IDLE if is_last else min(BYTES_A_STEP, self._writer.free_bytes))
 
-    def _give_some(self, most: int | None) -> None:
-        """Give pages of at most so many bytes to the stores, the oldest first; None for all pages."""
-        assert self._writer is not None
-        most = sum(self._page_bytes) * len(self._fresh) if most is None else min(most, self._writer.free_bytes)
-        chosen = []
+    def _give_some(self, num_bytes: int) -> None:
+        """Give pages to the stores, the oldest first, until they have so many bytes or more."""
+        chosen_ids = []
         for block_id, (group, _) in self._fresh.items():
-            most -= self._page_bytes[group]
-            if most < 0:
+            if num_bytes <= 0:
                 break
-            chosen.append(block_id)
-        self._give(chosen)
+            num_bytes -= self._page_bytes[group]
+            chosen_ids.append(block_id)
+        self._give(chosen_ids)
 
     def _give(self, block_ids: Sequence[int]) -> None:
         """Copy pages from the device, and queue them for the stores."""
@@ -377,12 +378,18 @@ class Tiers:
 
     def flush(self, seconds: float) -> bool:
         """Wait until the stores have what was computed, for some seconds at most; return whether they have."""
-        self.after_step(0, 0.0, is_last=True)
-        return self._writer is None or self._writer.wait(seconds)
+        deadline = monotonic() + seconds
+        while self._writer is not None:
+            self._give_some(BYTES_WHEN_IDLE)
+            if not self._writer.wait(max(0.0, deadline - monotonic())):
+                return False
+            if not self._fresh:
+                break
+        return True
 
     def close(self) -> None:
-        """Write what is queued, for some seconds at most, and close the stores."""
-        self.after_step(0, 0.0, is_last=True)
+        """Give the stores what was computed, for some seconds at most, and close them."""
+        self.flush(CLOSE_SECONDS)
         if self._fetcher is not None:
             self._fetcher.close(CLOSE_SECONDS)
         if self._writer is not None:
