@@ -220,7 +220,7 @@ def finds_fewer(record: Mapping[str, Any]) -> bool:
 @benchmark("tier_hits", write_report, fails=finds_fewer)
 @options.choose("--trace", "traces", CHOSEN_TRACES)
 @options.choose("--layers", "layers", LAYERS)
-@click.option("--size", type=click.IntRange(1), default=3, show_default=True, help="The number of users.")
+@click.option("--size", type=click.IntRange(1), default=8, show_default=True, help="The number of users.")
 @click.option("--workers", type=click.IntRange(1), default=os.cpu_count(), help="The number of processes.")
 def main(traces: Sequence[str], layers: Sequence[str], size: int, workers: int) -> dict[str, Any]:
     """Run the traces; write one JSON file and one page; fail if tiers find fewer tokens than none."""
