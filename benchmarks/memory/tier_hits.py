@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import click
 import torch
+from kvframe_engine.tiers.stored_pages import StoredPages
 from kvframe_engine.tiers.tiers import Tiers
 from kvframe_mamba.spec import MambaSpec
 from kvframe_sliding_window.spec import SlidingWindowSpec
@@ -124,7 +125,8 @@ def run(name: str, layers: str, trace: str, size: int) -> dict[str, Any]:
 
     def make_tiers(manager: KVCacheManager) -> Tiers:
         storage: Any = SimpleNamespace(pool=pool, plan=plan)
-        made.append(Tiers(manager, storage, host, stores, bytes(32), lambda: ["trace"]))
+        pages = StoredPages(storage, stores, bytes(32), lambda: ["trace"]) if stores else None
+        made.append(Tiers(manager, host, pages, bytes(32)))
         if manager.host_tier is not None and not system.by_lru:
             tier: Any = manager.host_tier
             tier._use_again = lambda group, host_ids: None

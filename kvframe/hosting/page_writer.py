@@ -16,7 +16,7 @@ from kvframe.hosting.sealed_store import SealedStore
 
 _log = logging.getLogger("kvframe")
 MAX_QUEUED_BYTES = 256 << 20
-"""Bytes of pages that wait for the stores, as long as a host computes steps."""
+"""Bytes of pages that wait for the stores at most, as long as a host computes steps."""
 
 
 @attrs.frozen(eq=False)
@@ -29,7 +29,11 @@ class _Batch:
 
 
 class PageWriter:
-    """Writes batches to all stores, in the order in which they were put."""
+    """Writes batches to all stores, in the order in which they were put.
+
+    Attributes:
+        queued_bytes: The bytes of pages that wait for the stores.
+    """
 
     def __init__(self, stores: Sequence[SealedStore]) -> None:
         """Start the thread; the stores are used by nothing else."""
@@ -37,14 +41,14 @@ class PageWriter:
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_idle = threading.Condition(self._lock)
-        self._num_bytes = 0
+        self.queued_bytes = 0
         self._thread = threading.Thread(target=self._run, name="kvframe-page-writer", daemon=True)
         self._thread.start()
 
     @property
     def free_bytes(self) -> int:
         """The bytes of further pages that should be queued."""
-        return max(0, MAX_QUEUED_BYTES - self._num_bytes)
+        return max(0, MAX_QUEUED_BYTES - self.queued_bytes)
 
     def put(
         self,
@@ -53,8 +57,9 @@ class PageWriter:
         page_keys: Sequence[bytes],
         pages: torch.Tensor,
         is_copied: torch.cuda.Event | None = None,
+        max_queued_bytes: int | None = None,
     ) -> None:
-        """Queue pages of one group.
+        """Queue pages of one group, or drop them if too many wait already.
 
         Args:
             records: Makes their keys and seals.
@@ -62,9 +67,13 @@ class PageWriter:
             page_keys: Their keys in the cache.
             pages: ``[n, page_bytes], uint8``, CPU.
             is_copied: The event after which the pages are complete; None if they are.
+            max_queued_bytes: They are dropped if so many bytes wait; ``MAX_QUEUED_BYTES`` unless given.
         """
+        if self.queued_bytes >= (MAX_QUEUED_BYTES if max_queued_bytes is None else max_queued_bytes):
+            self.drop(len(page_keys))
+            return
         with self._lock:
-            self._num_bytes += pages.nbytes
+            self.queued_bytes += pages.nbytes
         self._batches.put(_Batch(records, group, page_keys, pages, is_copied))
 
     def drop(self, num_pages: int) -> None:
@@ -75,7 +84,7 @@ class PageWriter:
     def wait(self, seconds: float) -> bool:
         """Wait until nothing is queued, for some seconds at most; return whether nothing is."""
         with self._is_idle:
-            return self._is_idle.wait_for(lambda: self._num_bytes == 0, seconds)
+            return self._is_idle.wait_for(lambda: self.queued_bytes == 0, seconds)
 
     def close(self, seconds: float) -> None:
         """Write what is queued, for some seconds at most, and end the thread."""
@@ -91,7 +100,7 @@ class PageWriter:
                 self.drop(len(batch.page_keys))
             finally:
                 with self._is_idle:
-                    self._num_bytes -= batch.pages.nbytes
+                    self.queued_bytes -= batch.pages.nbytes
                     self._is_idle.notify_all()
         for store in self._stores:
             store.close()

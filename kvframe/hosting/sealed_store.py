@@ -13,7 +13,6 @@ import numpy.typing as npt
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.page_store import OpenPageStore, PageStore
 from kvframe.hosting.page_records import SEAL_BYTES, PageRecords
-from kvframe.hosting.read_rate import ReadRate
 
 _log = logging.getLogger("kvframe")
 Page = npt.NDArray[np.uint8]
@@ -52,14 +51,12 @@ class SealedStore:
     Attributes:
         name: The store's registered name.
         counts: What is counted of the store.
-        rate: How long it takes to read.
     """
 
     def __init__(self, store: PageStore, counts: StoreCounts) -> None:
         """Begin without opening the store."""
         self.name = store.name
         self.counts = counts
-        self.rate = ReadRate()
         self._store = store
         self._open: OpenPageStore | None = None
         self._origin = ""
@@ -94,7 +91,6 @@ class SealedStore:
             return [None] * len(keys)
         buffers = np.empty((len(keys), SEAL_BYTES + page_bytes), dtype=np.uint8)
         views = [memoryview(buffer) for buffer in buffers]  # type: ignore[arg-type]
-        began = monotonic()
         try:
             answers = [bool(answer) for answer in store.read(keys, views)]
             if len(answers) != len(keys):
@@ -113,7 +109,6 @@ class SealedStore:
         num_found = sum(page is not None for page in pages)
         self.counts.pages_found += num_found
         self.counts.bytes_read += num_found * page_bytes
-        self.rate.note(monotonic() - began, num_found * page_bytes)
         if wrong:
             self.counts.pages_refused += len(wrong)
             _log.warning("page store %r returned %d pages with a wrong seal; they are not used", self.name, len(wrong))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.tiers.stored_pages import StoredPages
 from kvframe_engine.tiers.tiers import Tiers
 
 from kvframe.attention.storage import HostStorage
@@ -39,7 +40,8 @@ class Device:
         self.manager = KVCacheManager(plan, max_num_seqs=3, host_pages=host, audited=True)
         storage: Any = SimpleNamespace(pool=self.pool, plan=plan)
         page_stores = [ShelfStore(shelf="one")] if stores else []
-        self.tiers = Tiers(self.manager, storage, host, page_stores, bytes(32), lambda: ["plan"])
+        pages = StoredPages(storage, page_stores, bytes(32), lambda: ["plan"]) if stores else None
+        self.tiers = Tiers(self.manager, host, pages, bytes(32))
 
     def page(self, group: int, block_id: int) -> torch.Tensor:
         start = block_id * self.plan.block_id_bytes

@@ -13,7 +13,9 @@ import pytest
 import torch
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.leader import Leader, LeadingHostStorage, LeadingStorage
+from kvframe_engine.ranks.leading_pages import LeadingPages
 from kvframe_engine.ranks.messages import StepMessage, TableEntries
+from kvframe_engine.tiers.stored_pages import StoredPages
 
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.storage import HostStorage, KVCacheStorage
@@ -23,6 +25,7 @@ from kvframe.contract.errors import PlanError
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
+from tests.support.stores import SHELVES, Shelf, ShelfStore
 
 GROUPING = group_layers([LayerSpec(name="0", spec=FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4))])
 PLAN = plan_cache(GROUPING, memory_bytes=2**14, max_model_len=64, max_num_batched_tokens=16)
@@ -57,14 +60,18 @@ class Two:
     leader: Leader
     thread: threading.Thread
     mine: tuple[LeadingStorage, LeadingHostStorage]
+    own_pages: LeadingPages
     storage: KVCacheStorage
     host: HostStorage
+    pages: StoredPages
     runner: Runner
     tables: BlockTables
 
     def end(self) -> None:
         """Close the engine on rank 0, and wait until rank 1 has executed every command."""
         self.leader.close()
+        for pages in (self.own_pages, self.pages):
+            pages.close(10.0)
         self.thread.join(10)
         assert not self.thread.is_alive()
 
@@ -79,11 +86,14 @@ def two() -> Iterator[Two]:
     host, own_host = HostStorage(PLAN, storage.pool, 2), LeadingHostStorage(leader, PLAN, own.pool, 2)
     runner: Any = Runner()
     tables = BlockTables(2, 16, [4])
+    SHELVES.update(zero=Shelf(), one=Shelf())
+    own_pages = LeadingPages(leader, own, [ShelfStore(shelf="zero")], bytes(32), lambda: ["rank 0"])
+    pages = StoredPages(storage, [ShelfStore(shelf="one")], bytes(32), lambda: ["rank 1"])
     thread = threading.Thread(
-        target=follower.follow, args=(runner, tables, storage, host), kwargs={"max_step_seconds": 60.0}
+        target=follower.follow, args=(runner, tables, storage, host, pages), kwargs={"max_step_seconds": 60.0}
     )
     thread.start()
-    found = Two(leader, thread, (own, own_host), storage, host, runner, tables)
+    found = Two(leader, thread, (own, own_host), own_pages, storage, host, pages, runner, tables)
     yield found
     found.end()
 
@@ -100,6 +110,86 @@ def test_pages_are_filled_copied_and_swapped_on_every_rank(two: Two) -> None:
     key = two.storage.views["0"]["k"]
     assert [0, 1, 1, 5, 3] == [int(key[page].unique()) for page in range(5)]
     assert torch.equal(own.pool, two.storage.pool)
+
+
+KEYS = [bytes([number]) * 32 for number in range(3)]
+
+
+def give(two: Two) -> None:
+    """Give three pages to the stores of both ranks; each rank's pages have another content."""
+    for block in range(3):
+        two.mine[0].fill(0, [block + 1], float(block))
+    two.own_pages.give(0, KEYS, [1, 2, 3])
+    assert two.own_pages.flush(10.0)
+    assert [3, 3] == [len(SHELVES[name].records) for name in ("zero", "one")]
+    # The keys of the ranks differ, so that they may share a store.
+    assert SHELVES["zero"].records.keys().isdisjoint(SHELVES["one"].records)
+
+
+def test_pages_go_to_the_stores_of_every_rank_and_come_back(two: Two) -> None:
+    give(two)
+    assert [True, False] == two.own_pages.find(0, [(0, KEYS[0]), (0, b"x" * 32)])
+    assert [True] * 3 == two.own_pages.read(0, 7, 0, [0, 1, 2], KEYS)
+    two.own_pages.write(7, 0, [2, 0], [4, 5])
+    assert two.own_pages.flush(10.0)
+    assert {7} == two.pages._read_pages.keys()
+    two.own_pages.release(7)
+    two.end()
+    key = two.storage.views["0"]["k"]
+    assert [2, 0] == [int(key[page].unique()) for page in (4, 5)]
+    assert torch.equal(two.mine[0].pool, two.storage.pool)
+    assert {} == two.pages._read_pages == two.own_pages._read_pages
+
+
+@pytest.mark.parametrize("name", ["zero", "one"])
+def test_a_page_is_found_and_read_if_every_rank_has_its_share(two: Two, name: str) -> None:
+    give(two)
+    records = SHELVES[name].records
+    del records[[*records][1]]
+    assert [True, False, True] == two.own_pages.find(0, [(0, key) for key in KEYS])
+    assert [True, False, True] == two.own_pages.read(0, 7, 0, [0, 1, 2], KEYS)
+    SHELVES[name].failing = True
+    assert [False] * 3 == two.own_pages.read(0, 7, 0, [0, 1, 2], KEYS)
+
+
+def test_no_answer_is_taken_for_that_of_another_call(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    give(two)
+    for pages, error in ((two.pages, RuntimeError), (two.own_pages, MemoryError)):
+        with monkeypatch.context() as short:
+            short.setattr(pages._readers[0], "find", raising(MemoryError("too little")))
+            with pytest.raises(error, match="too little"):
+                two.own_pages.find(0, [(0, KEYS[0])])
+        assert [True, False] == two.own_pages.find(0, [(0, KEYS[0]), (0, b"x" * 32)])
+
+
+def test_a_store_of_another_rank_that_takes_nothing_delays_no_command(two: Two) -> None:
+    SHELVES["one"].gate.clear()
+    two.mine[0].fill(0, [1], 1.0)
+    two.own_pages.give(0, KEYS[:1], [1])
+    assert not two.own_pages.flush(0.1)
+    # Pages are dropped if too many wait, on each rank for itself.
+    two.own_pages.give(0, KEYS[1:2], [2], 1)
+    assert not two.own_pages.flush(0.1)
+    SHELVES["one"].gate.set()
+    assert two.own_pages.flush(10.0)
+    assert [2, 1] == [len(SHELVES[name].records) for name in ("zero", "one")]
+    assert 1 == two.pages.counts["shelf"].pages_dropped
+
+
+def test_a_fetch_fails_when_the_ranks_have_ended(two: Two) -> None:
+    two.end()
+    for _ in range(2):
+        with pytest.raises(OSError, match="ended"):
+            two.own_pages.find(0, [(0, KEYS[0])])
+    two.own_pages.release(7)
+    assert two.own_pages.flush(0.1)
+
+
+def raising(error: Exception) -> Any:
+    def method(*arguments: Any) -> None:
+        raise error
+
+    return method
 
 
 def test_a_pool_grows_and_shrinks_on_every_rank_keeps_its_bytes_and_drops_the_graphs(two: Two) -> None:

@@ -26,6 +26,7 @@ import torch
 from kvframe_engine.ranks import links
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.requests.request import RequestOutput
+from kvframe_engine.tiers import tiers
 from kvframe_transformers import adapter  # noqa: F401  # imported before the processes are forked
 from transformers import AutoModelForCausalLM
 
@@ -35,10 +36,14 @@ from kvframe.contract.errors import EngineError, KVFrameError
 from tests.loading.fake_distributions import FakeSite
 from tests.models.knowing import ANSWERS, Knowing
 from tests.models.serving import GREEDY, PROMPTS, held_pages, make_stack
-from tests.support.engines import requests_of, runner_of, scheduler_of
+from tests.support.engines import fetcher_of, requests_of, runner_of, scheduler_of
 from tests.support.plugins import plugin
+from tests.support.stores import SHELVES, Shelf, shelf_plugin
 
 Result = dict[str, Any]
+
+STORED = ("llama", "gemma3_text", "deepseek_v2", "mamba2")
+"""Families whose pages are stored: full attention, windows, latents and states."""
 
 MOST_SECONDS = 10
 """How long a rank may stay after the other has ended."""
@@ -357,6 +362,65 @@ def run_cases(folder: Path) -> Result:
     return found
 
 
+def run_stores(folder: Path) -> Result:
+    """Engines that find what engines before them gave to a disk, which both ranks share."""
+    found: Result = {}
+    _without_clocks()
+    disk = {"path": str(folder / "pages"), "size": "64MiB"}
+    for family in STORED:
+        for turn in ("stored", "found"):
+            with followed(), engine_of(folder / family, disk=disk, host_memory="1MiB", audit=True) as engine:
+                found[f"{family} {turn}"] = _served(engine, PROMPTS)
+    return found
+
+
+def run_bad_stores(folder: Path) -> Result:
+    """Engines whose second rank has a store that forgets, fails or does not answer."""
+    found: Result = {}
+    _without_clocks()
+    shelf = SHELVES.setdefault("one", Shelf())
+    is_second = os.environ["RANK"] == "1"
+
+    def serve(name: str) -> None:
+        with followed(), engine_of(folder / "llama", stores=["shelf"], plugins=[shelf_plugin()]) as engine:
+            found[name] = _served(engine, PROMPTS[3:4])
+
+    serve("stored")
+    records = dict(shelf.records)
+    if is_second:  # the blocks were given in the order of the prompt
+        shelf.records = dict([*records.items()][:8])
+    serve("half")
+    shelf.records = dict(records)
+    shelf.failing = is_second
+    serve("failing")
+    shelf.failing = False
+    tiers.LEAST_WAIT = 0.05
+    if is_second:
+        shelf.gate.clear()
+        threading.Timer(2.0, shelf.gate.set).start()
+    serve("late")
+    shelf.gate.wait()
+    _without_clocks()
+    serve("again")
+    return found
+
+
+def _without_clocks() -> None:
+    """Let no measured time decide what is fetched."""
+    tiers.LEAST_WAIT, tiers.LEAST_TOKENS = 60.0, 1 << 60
+
+
+def _served(engine: Engine, prompts: Sequence[Sequence[int]]) -> Result:
+    outputs = engine.generate(prompts, GREEDY)
+    assert engine.flush_page_stores()
+    assert 0 == held_pages(engine) == fetcher_of(engine).num_waiting_bytes
+    return {
+        "tokens": tokens_of(outputs),
+        "restored": [0 if output.cached is None else output.cached.restored_tokens for output in outputs],
+        "waits": engine.stats().waits_in_vain,
+    }
+
+
 def run_refused(folder: Path) -> Result:
     """Set-ups that fail alike on both ranks; further engines can be made after them."""
     said = {}
@@ -605,6 +669,8 @@ RUNS: Mapping[str, Callable[[Path], Result]] = {
     each.__name__: each
     for each in (
         run_cases,
+        run_stores,
+        run_bad_stores,
         run_refused,
         run_different,
         run_three,

@@ -135,6 +135,32 @@ def test_tokens_are_those_of_transformers(pairs: Mapping[str, Any], folder: Path
     assert [expected] * 2 == [found[case]["tokens"] for case in ("serve_gemma", "swap_gemma")]
 
 
+@pytest.mark.parametrize("family", on_ranks.STORED)
+def test_ranks_find_in_a_store_what_ranks_before_them_gave(
+    pairs: Mapping[str, Any], references: Any, family: str
+) -> None:
+    assert [0, 0] == pairs["run_stores"]["codes"], pairs["run_stores"]["said"]
+    expected = [list(tokens) for tokens in references(family)]
+    stored, found = (pairs["run_stores"]["result"][f"{family} {turn}"] for turn in ("stored", "found"))
+    assert [expected] * 2 == [stored["tokens"], found["tokens"]]
+    assert [0] * len(PROMPTS) == stored["restored"]
+    # The last token's block is always computed, and a prompt that begins like another one finds its blocks here.
+    assert [0, 8, 16, 60] == found["restored"][:4]
+    assert max(map(len, PROMPTS[4:])) - 4 <= sum(found["restored"][4:])
+
+
+def test_a_bad_store_of_one_rank_costs_hits_only(pairs: Mapping[str, Any], references: Any) -> None:
+    assert [0, 0] == pairs["run_bad_stores"]["codes"], pairs["run_bad_stores"]["said"]
+    found = pairs["run_bad_stores"]["result"]
+    expected = [list(references("llama")[3])]
+    assert [expected] * 5 == [served["tokens"] for served in found.values()]
+    restored = {name: (*served["restored"], served["waits"]) for name, served in found.items()}
+    assert {"stored": (0, 0), "half": (32, 0), "failing": (0, 0), "late": (0, 1), "again": (60, 0)} == restored
+    first, second = pairs["run_bad_stores"]["said"]
+    assert "" == first
+    assert "page store 'shelf' failed: OSError: the shelf broke; what it has is computed" in second
+
+
 def test_a_model_that_cannot_be_divided_is_refused_in_one_sentence(pairs: Mapping[str, Any]) -> None:
     said = pairs["run_refused"]["result"]
     assert [0, 0] == pairs["run_refused"]["codes"], pairs["run_refused"]["said"]

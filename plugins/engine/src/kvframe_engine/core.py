@@ -25,6 +25,7 @@ from kvframe_engine.parts import (
     make_manager,
     make_page_stores,
     make_scheduler,
+    make_stored_pages,
     make_tiers,
 )
 from kvframe_engine.prefixes.fingerprint import fingerprint_of
@@ -38,6 +39,7 @@ from kvframe_engine.scheduling.scheduler import Scheduler
 from kvframe_engine.scheduling.stats import EngineStats
 from kvframe_engine.scheduling.step import Outcomes, ScheduledStep
 from kvframe_engine.step_trace import StepTrace
+from kvframe_engine.tiers.tiers import CLOSE_SECONDS
 from kvframe_engine.turns import Turns, verb, verb_when_closed
 
 _log = logging.getLogger("kvframe")
@@ -117,7 +119,7 @@ class EngineCore(ABC, Generic[RequestT]):
         """
         stack = setup.stack.with_device()
         setup = attrs.evolve(setup, stack=stack)
-        stores = make_page_stores(setup, ranks)
+        stores = make_page_stores(setup)
         self._secret = choose_secret(stack, stores)
         assembly = assemble(model, setup, ranks)
         self.model, self.stack, self._registry = model, stack, setup.registry
@@ -136,12 +138,13 @@ class EngineCore(ABC, Generic[RequestT]):
         self._admission = make_admission(assembly, self._secret)
         self._manager = make_manager(assembly, poison_freed=poison_freed)
         self._cache_events = CacheEventDelivery(self._manager, self._secret, self._turns.let_through)
-        self._tiers = make_tiers(
-            assembly, self._manager, stores, self._secret, lambda: fingerprint_of(model, self._draft)
+        self._pages = make_stored_pages(
+            assembly, stores, self._secret, lambda: fingerprint_of(model, self._draft), ranks
         )
-        self._scheduler: Scheduler[RequestT] = make_scheduler(
-            assembly, self._manager, self._tiers, proposes=not isinstance(ranks, Follower)
-        )
+        # The ranks after rank 0 move the pages that rank 0 names.
+        leads = not isinstance(ranks, Follower)
+        self._tiers = make_tiers(assembly, self._manager, self._pages, self._secret) if leads else None
+        self._scheduler: Scheduler[RequestT] = make_scheduler(assembly, self._manager, self._tiers, proposes=leads)
         self._trace: StepTrace[RequestT] | None = None
         self._runner = self._make_runner(assembly, skip_policy)
         attach_models(
@@ -272,6 +275,7 @@ class EngineCore(ABC, Generic[RequestT]):
                     engine._manager.tables,
                     engine._storage,
                     engine._host,
+                    engine._pages,
                     max_step_seconds=stack.engine.max_step_seconds,
                 )
         if isinstance(ranks, Follower):
@@ -449,10 +453,12 @@ class EngineCore(ABC, Generic[RequestT]):
         """
         self._turns.close()
         self._forget(list(self._requests.values()))
-        if self._ranks is not None:
-            self._ranks.close()
         if self._tiers is not None:
             self._tiers.close()
+        elif self._pages is not None:
+            self._pages.close(CLOSE_SECONDS)
+        if self._ranks is not None:
+            self._ranks.close()
         self.model.detach()
         if self._draft is not None:
             self._draft.detach()

@@ -13,10 +13,14 @@ from kvframe.contract.model import LoadedModel, PredictionHeads
 from kvframe_engine.assembly import Assembly, assemble_plain
 from kvframe_engine.diagnosis import check_model, compare
 from kvframe_engine.prefixes.fingerprint import layout_of
+from kvframe_engine.ranks.follower import Follower
+from kvframe_engine.ranks.leader import Leader
+from kvframe_engine.ranks.leading_pages import LeadingPages
 from kvframe_engine.requests.admission import Admission
 from kvframe_engine.requests.progress import RequestT
 from kvframe_engine.scheduling.drafting import Drafting
 from kvframe_engine.scheduling.scheduler import Scheduler
+from kvframe_engine.tiers.stored_pages import StoredPages
 from kvframe_engine.tiers.tiers import Tiers
 
 
@@ -64,51 +68,59 @@ def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
     return manager
 
 
-def make_page_stores(setup: Setup, ranks: object | None) -> list[PageStore]:
+def make_page_stores(setup: Setup) -> list[PageStore]:
     """Return the stack's page stores; none if it caches no prefixes.
 
     Raises:
-        StackError: A store cannot be made, or several ranks share the model.
+        StackError: A store cannot be made.
     """
-    if not setup.caches_prefixes:
-        return []
-    stores = setup.make_page_stores()
-    if stores and ranks is not None:
-        raise StackError(
-            f"{setup.stack.source}: page store {stores[0].name!r} keeps whole pages, and several ranks share the "
-            "model: each has a share of the heads; use host_memory, or serve the model on one rank"
-        )
-    return stores
+    return setup.make_page_stores() if setup.caches_prefixes else []
 
 
-def make_tiers(
+def make_stored_pages(
     assembly: Assembly,
-    manager: KVCacheManager,
     stores: Sequence[PageStore],
     secret: bytes,
     fingerprint: Callable[[], Mapping[str, str]],
-) -> Tiers | None:
+    ranks: Leader | Follower | None,
+) -> StoredPages | None:
+    """Return what moves this rank's pages from and to page stores; None if the stack has none.
+
+    Args:
+        assembly: The set-up.
+        stores: The page stores.
+        secret: 32 bytes, for keys and seals.
+        fingerprint: Returns the digests that identify the model.
+        ranks: The ranks that divide the model; None for none.
+
+    Raises:
+        ModelError: The stack has page stores, and the model's adapter does not identify the model.
+    """
+    if not stores:
+        return None
+
+    def origin() -> list[str]:
+        texts = [f"{key}: {digest}" for key, digest in sorted(fingerprint().items())]
+        rank = [] if ranks is None else [f"rank {ranks.rank} of {ranks.num_ranks}"]
+        return [*texts, layout_of(assembly.plan, assembly.setup), *rank]
+
+    if isinstance(ranks, Leader):
+        return LeadingPages(ranks, assembly.storage, stores, secret, origin)
+    return StoredPages(assembly.storage, stores, secret, origin)
+
+
+def make_tiers(assembly: Assembly, manager: KVCacheManager, pages: StoredPages | None, secret: bytes) -> Tiers | None:
     """Return the tiers of the cache beside the device; None if the stack has none, or nothing is cached.
 
     Args:
         assembly: The set-up.
         manager: The cache manager.
-        stores: The page stores.
-        secret: 32 bytes, for keys and seals.
-        fingerprint: Returns the digests that identify the model.
-
-    Raises:
-        ModelError: The stack has page stores, and the model's adapter does not identify the model.
+        pages: Moves pages from and to page stores; None for no stores.
+        secret: 32 bytes, for the keys of pages.
     """
-    setup = assembly.setup
-    if not manager.prefix_caching or not (stores or assembly.host):
+    if not manager.prefix_caching or not (pages or assembly.host):
         return None
-
-    def origin() -> list[str]:
-        layout = layout_of(assembly.plan, setup)
-        return [*(f"{key}: {digest}" for key, digest in sorted(fingerprint().items())), layout]
-
-    return Tiers(manager, assembly.storage, assembly.host, stores, secret, origin)
+    return Tiers(manager, assembly.host, pages, secret)
 
 
 def make_scheduler(

@@ -14,8 +14,7 @@ from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.leader import Leader
 
 OWN_KEYS = ("memory", "device", "key")
-"""Keys that may differ between ranks: the least memory counts, only rank 0 uses the
-key."""
+"""Keys that may differ between ranks: the least memory counts, and each rank seals what it stores with its own key."""
 
 
 @attrs.frozen(kw_only=True)

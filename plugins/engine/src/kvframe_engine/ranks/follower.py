@@ -14,10 +14,11 @@ import attrs
 
 from kvframe import BlockTables, HostStorage, KVCachePlan, KVCacheStorage
 from kvframe.contract.errors import KVFrameError, PlanError, shorten
-from kvframe_engine.ranks.links import END, RANK_FAILED_EXIT_CODE, Failure, Link, end_process, packed
+from kvframe_engine.ranks.links import END, RANK_FAILED_EXIT_CODE, Aside, Failure, Link, end_process, packed
 from kvframe_engine.ranks.messages import StepMessage
 from kvframe_engine.ranks.step_limit import StepLimit, late
 from kvframe_engine.running.model_runner import ModelRunner
+from kvframe_engine.tiers.stored_pages import StoredPages
 
 PATIENCE_SECONDS = 5.0
 """How long a rank that failed waits for rank 0 to say so."""
@@ -78,6 +79,7 @@ class Follower:
         tables: BlockTables,
         storage: KVCacheStorage,
         host: HostStorage | None,
+        pages: StoredPages | None = None,
         *,
         max_step_seconds: float,
     ) -> None:
@@ -88,6 +90,7 @@ class Follower:
             tables: The block tables that the runner reads; rank 0's entries are written here.
             storage: This rank's pool.
             host: Its host store, if requests are swapped.
+            pages: Moves its pages from and to page stores; None for no stores.
             max_step_seconds: How long a step may take; rank 0 is told where this rank is after that.
         """
         # Ctrl-C in a terminal, and a signal that ends torchrun, reach all processes; rank 0 decides what they mean.
@@ -105,6 +108,10 @@ class Follower:
         }
         if host is not None:
             commands |= {"copy_out": host.copy_out, "copy_in": host.copy_in}
+        if pages is not None:
+            commands |= {"give": pages.give, "write": pages.write, "release": pages.release}
+            commands["flush"] = lambda seconds: self._link.send(packed(pages.flush(seconds)))
+            threading.Thread(target=self._answer_asides, args=(pages,), name="kvframe-asides", daemon=True).start()
         while True:
             command, arguments = self._link.values.get()
             if command == END[0]:
@@ -124,6 +131,19 @@ class Follower:
             self._link.send(packed(Failure(sentence_of(error))))
         self._is_lost.wait(PATIENCE_SECONDS)
         self.close()
+
+    def _answer_asides(self, pages: StoredPages) -> None:
+        """Find and read pages of this rank, which may wait for stores, as long as rank 0 asks."""
+        calls: dict[str, Callable[..., list[bool]]] = {"find": pages.find, "read": pages.read}
+        while (asked := self._link.asides.get()) is not None:
+            call, arguments = asked
+            try:
+                answer: list[bool] | Failure = calls[call](*arguments)
+            except Exception as error:  # such as too little memory; the stores' own failures do not come here
+                answer = Failure(sentence_of(error))
+            with suppress(OSError):
+                self._link.send(packed(Aside(answer)))
+        pages.close_reading()
 
     def _late(self, max_seconds: float, line: str | None) -> None:
         if line is not None:  # otherwise this rank waits for another one

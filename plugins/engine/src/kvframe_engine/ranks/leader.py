@@ -2,6 +2,7 @@
 
 Only rank 0 has requests. An abort, a pin, a prefix hit or a reset changes its tables alone. The other ranks receive
 the batch of each step with the entries of block tables that have changed, and every copy, swap and move of pages.
+While their main threads execute that, another thread of each answers what rank 0 asks about page stores.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvframe.contract.errors import PlanError
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import ModelInput
 from kvframe.contract.order import IntArray
-from kvframe_engine.ranks.links import END, Failure, Link, end_process, packed
+from kvframe_engine.ranks.links import END, Aside, Failure, Link, end_process, packed
 from kvframe_engine.ranks.messages import StepMessage, TableEntries
 from kvframe_engine.ranks.step_limit import StepLimit, late
 from kvframe_engine.running.model_runner import ModelRunner
@@ -34,6 +35,8 @@ GRACE_SECONDS = 2.0
 
 ANSWERING_SECONDS = 1.0
 """How long this process may answer its callers after another rank has failed, before it ends."""
+
+_RANK_HAS_ENDED = "another rank has ended"
 
 _MOMENT_SECONDS = 0.5
 """How long the end of another process may take to be noticed after a collective operation has failed."""
@@ -95,6 +98,31 @@ class Leader:
         """Let every other rank execute a command, and return the results by rank."""
         self._send((command, arguments))
         return {rank: link.values.get() for rank, link in self._links.items()}
+
+    def ask_aside(self, call: str, *arguments: Any) -> None:
+        """Ask the thread of every other rank that waits for page stores; ``answers_aside`` returns the answers.
+
+        Raises:
+            OSError: A rank has ended.
+        """
+        if self.is_over:
+            raise ConnectionError(_RANK_HAS_ENDED)
+        self._send(Aside((call, arguments)))
+
+    def answers_aside(self) -> list[Any]:
+        """Return the answers of the other ranks to ``ask_aside``.
+
+        Raises:
+            ConnectionError: A rank has ended.
+        """
+        answers = []
+        for link in self._links.values():
+            answer = link.asides.get()
+            if answer is None:
+                link.asides.put(None)  # for the next call
+                raise ConnectionError(_RANK_HAS_ENDED)
+            answers.append(answer)
+        return answers
 
     def lead(
         self,

@@ -57,6 +57,17 @@ class Failure:
     sentence: str
 
 
+@attrs.frozen
+class Aside:
+    """A value for a thread that waits for page stores, while the main thread computes steps.
+
+    Attributes:
+        value: The value.
+    """
+
+    value: Any
+
+
 class _LostError(Exception):
     """The other process is there, but no value can be read from it; the message is the reason."""
 
@@ -66,6 +77,7 @@ class Link:
 
     Attributes:
         values: The values that were received and not taken yet, in order.
+        asides: The values of ``Aside`` that were received and not taken yet, in order; in the end None.
     """
 
     def __init__(
@@ -85,6 +97,7 @@ class Link:
                 if the other process said that it ends.
         """
         self.values: SimpleQueue[Any] = SimpleQueue()
+        self.asides: SimpleQueue[Any] = SimpleQueue()
         self._connection = connection
         self._on_failure, self._on_lost = on_failure, on_lost
         self._said_end = False
@@ -131,6 +144,7 @@ class Link:
             self._lose("its process was killed or its machine was lost")
 
     def _lose(self, reason: str) -> None:
+        self.asides.put(None)
         self._on_lost(None if self._said_end else reason)
         self._connection.close()
 
@@ -144,6 +158,8 @@ class Link:
         self._said_end = isinstance(value, Failure) or value == END
         if isinstance(value, Failure):
             self._on_failure(value.sentence)
+        elif isinstance(value, Aside):
+            self.asides.put(value.value)
         else:
             self.values.put(value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from time import monotonic
 
 import attrs
@@ -11,8 +12,7 @@ import numpy.typing as npt
 
 from kvframe import PageRecords, Pin, PrefixBlocks
 
-Page = npt.NDArray[np.uint8]
-"""The bytes of a page: ``[page_bytes], uint8, host``."""
+_numbers = count()
 
 
 @attrs.define(eq=False)
@@ -20,13 +20,15 @@ class Fetch:
     """The pages of a waiting request on their way from page stores.
 
     Attributes:
-        records: Makes the keys of records; None if only host memory has blocks.
+        records: The records in use when it began; None if only host memory has blocks.
         blocks: The request's blocks.
         local: Per group, the blocks that are on the device or in host memory.
         max_seconds: How long the request waits.
         num_tokens: The prefix that the request can continue from when it is done.
         began: When it began to wait, by ``monotonic``.
-        pages: The pages that arrived, each with the name of its store, by group and block index.
+        number: Its number; no other fetch of this process has the same.
+        pages: The pages that arrived, with the names of their stores, by group and block index.
+        num_bytes: The bytes of these pages.
         absent: The group and key of each page that no store has.
         pin: Keeps what was brought to the device; None before.
         is_done: Whether nothing more arrives.
@@ -39,7 +41,9 @@ class Fetch:
     max_seconds: float
     num_tokens: int = 0
     began: float = attrs.field(factory=monotonic)
-    pages: dict[tuple[int, int], tuple[str, Page]] = attrs.field(factory=dict)
+    number: int = attrs.field(factory=lambda: next(_numbers))
+    pages: dict[tuple[int, int], str] = attrs.field(factory=dict)
+    num_bytes: int = 0
     absent: list[tuple[int, bytes]] = attrs.field(factory=list)
     pin: Pin | None = None
     is_done: bool = False
@@ -49,8 +53,3 @@ class Fetch:
     def is_over(self) -> bool:
         """Whether the request need not wait any longer."""
         return self.is_done or monotonic() > self.began + self.max_seconds
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the pages that arrived."""
-        return sum(page.nbytes for _, page in self.pages.values())

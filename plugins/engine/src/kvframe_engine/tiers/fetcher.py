@@ -6,13 +6,15 @@ import logging
 import queue
 import threading
 from collections.abc import Sequence
+from time import monotonic
 
 import numpy as np
 import numpy.typing as npt
 
-from kvframe import PageRecords, SealedStore
+from kvframe import ReadRate
 from kvframe.contract.foreign import safe_text
 from kvframe_engine.requests.fetch import Fetch
+from kvframe_engine.tiers.stored_pages import StoredPages
 
 _log = logging.getLogger("kvframe")
 MAX_FETCHED_BYTES = 1 << 30
@@ -33,15 +35,15 @@ class PrefixFetcher:
         num_waiting_bytes: Bytes of pages that were fetched and wait for their requests.
     """
 
-    def __init__(self, stores: Sequence[SealedStore], page_bytes: Sequence[int]) -> None:
-        """Start the thread; the stores are used by nothing else.
+    def __init__(self, pages: StoredPages) -> None:
+        """Start the thread.
 
         Args:
-            stores: The stores, in the order in which they are asked.
-            page_bytes: Per group, the size of a page.
+            pages: Finds and reads pages.
         """
-        self._stores = stores
-        self._page_bytes = page_bytes
+        self._pages = pages
+        self._stores = tuple(pages.counts)
+        self._rates = [ReadRate() for _ in self._stores]
         self._fetches: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self.num_waiting_bytes = 0
@@ -67,7 +69,7 @@ class PrefixFetcher:
         with self._changed:
             if fetch.is_done:
                 self.num_waiting_bytes -= fetch.num_bytes
-                fetch.pages = {}
+                self._drop(fetch)
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
@@ -94,36 +96,38 @@ class PrefixFetcher:
                     self._current = fetch
                     self._fetch(fetch)
             except Exception as error:  # such as too little memory; the stores' own failures do not come here
-                _log.warning("a prefix was not fetched, and is computed: %s", safe_text(error))
-                fetch.pages = {}
+                if not fetch.is_cancelled:
+                    _log.warning("a prefix was not fetched, and is computed: %s", safe_text(error))
+                self._drop(fetch)
             finally:
                 self._current = None
                 with self._changed:
                     fetch.is_done = True
                     if fetch.is_cancelled:
-                        fetch.pages = {}
+                        self._drop(fetch)
                     self.num_waiting_bytes += fetch.num_bytes
                     self._changed.notify_all()
-        for store in self._stores:
-            store.close()
+        self._pages.close_reading()
+
+    def _drop(self, fetch: Fetch) -> None:
+        fetch.pages, fetch.num_bytes = {}, 0
+        self._pages.release(fetch.number)
 
     def _fetch(self, fetch: Fetch) -> None:
         """Find the longest prefix whose blocks are somewhere, and read those that are in stores."""
-        blocks, records = fetch.blocks, fetch.records
-        assert records is not None
+        blocks = fetch.blocks
         # Per group and block, the number of the store that has it, counted from 1; 0 for none.
         holders = [np.zeros(len(keys), dtype=np.int64) for keys in blocks.keys]
-        keys = [[records.key_of(group, key) for key in of_group] for group, of_group in enumerate(blocks.keys)]
-        for number, store in enumerate(self._stores, 1):
+        for store in range(len(self._stores)):
             wanted = [
                 (group, block)
                 for group, held in enumerate(holders)
                 for block in np.flatnonzero(~fetch.local[group] & (held == 0)).tolist()
             ]
-            are_found = store.find(records, [keys[group][block] for group, block in wanted])
+            are_found = self._pages.find(store, [(group, blocks.keys[group][block]) for group, block in wanted])
             for (group, block), is_found in zip(wanted, are_found, strict=True):
                 if is_found:
-                    holders[group][block] = number
+                    holders[group][block] = store + 1
         for group, held in enumerate(holders):
             absent = np.flatnonzero(~fetch.local[group] & (held == 0)).tolist()
             fetch.absent += [(group, blocks.keys[group][block]) for block in absent]
@@ -136,36 +140,36 @@ class PrefixFetcher:
             missing = [needed & ~local[: len(needed)] for needed, local in zip(all_needed, fetch.local, strict=True)]
             if not blocks.lacks_inputs and not self._is_worth(missing, holders, num_tokens - blocks.num_cached):
                 return
-            if self._read(fetch, records, missing, holders, keys):
+            if self._read(fetch, missing, holders):
                 fetch.num_tokens = num_tokens
                 return
 
     def _read(
-        self,
-        fetch: Fetch,
-        records: PageRecords,
-        missing: Sequence[npt.NDArray[np.bool_]],
-        holders: Sequence[npt.NDArray[np.int64]],
-        keys: Sequence[Sequence[bytes]],
+        self, fetch: Fetch, missing: Sequence[npt.NDArray[np.bool_]], holders: Sequence[npt.NDArray[np.int64]]
     ) -> bool:
         """Read missing blocks; return False if a block was not there after all, and mark it as such."""
         is_complete = True
         for group, wanted in enumerate(missing):
-            for number, store in enumerate(self._stores, 1):
-                blocks = np.flatnonzero(wanted & (holders[group][: len(wanted)] == number)).tolist()
+            page_bytes = self._pages.page_bytes[group]
+            at_once = max(1, _BYTES_AT_ONCE // page_bytes)
+            for store, name in enumerate(self._stores):
+                blocks = np.flatnonzero(wanted & (holders[group][: len(wanted)] == store + 1)).tolist()
                 blocks = [block for block in blocks if (group, block) not in fetch.pages]
-                at_once = max(1, _BYTES_AT_ONCE // self._page_bytes[group])
                 for start in range(0, len(blocks), at_once):
                     if fetch.is_cancelled:
                         return True
-                    some = blocks[start : start + at_once]
-                    pages = store.read(records, [keys[group][block] for block in some], self._page_bytes[group])
-                    for block, page in zip(some, pages, strict=True):
-                        if page is None:
+                    some, began = blocks[start : start + at_once], monotonic()
+                    keys = [fetch.blocks.keys[group][block] for block in some]
+                    are_read = self._pages.read(store, fetch.number, group, some, keys)
+                    num_bytes = sum(are_read) * page_bytes
+                    self._rates[store].note(monotonic() - began, num_bytes)
+                    fetch.num_bytes += num_bytes
+                    for block, is_read in zip(some, are_read, strict=True):
+                        if is_read:
+                            fetch.pages[group, block] = name
+                        else:
                             holders[group][block] = 0
                             is_complete = False
-                        else:
-                            fetch.pages[group, block] = store.name, page
         return is_complete
 
     def _is_worth(
@@ -179,12 +183,12 @@ class PrefixFetcher:
             return True
         seconds = [0.0] * len(self._stores)
         for group, wanted in enumerate(missing):
-            for index, store in enumerate(self._stores):
-                num_blocks = int(np.count_nonzero(wanted & (holders[group][: len(wanted)] == index + 1)))
-                seconds[index] += store.rate.seconds(num_blocks * self._page_bytes[group])
+            for store, rate in enumerate(self._rates):
+                num_blocks = int(np.count_nonzero(wanted & (holders[group][: len(wanted)] == store + 1)))
+                seconds[store] += rate.seconds(num_blocks * self._pages.page_bytes[group])
         if sum(seconds) < num_tokens * self.seconds_per_token:
             return True
-        for store, of_store in zip(self._stores, seconds, strict=True):
+        for rate, of_store in zip(self._rates, seconds, strict=True):
             if of_store:
-                store.rate.note_skip()
+                rate.note_skip()
         return False

@@ -9,18 +9,13 @@ from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvframe import HostStorage, KVCacheManager, Pin, PrefixBlocks, RangedTokens
-from kvframe_engine.pool_pages import PoolPages
-from kvframe_engine.requests.fetch import Page
 from kvframe_engine.requests.progress import RequestProgress
+from kvframe_engine.tiers.stored_pages import StoredPages
 
 HOST = "host_memory"
 """The name of the host memory among the tiers."""
-
-_BYTES_AT_ONCE = 64 << 20
-"""The bytes of fetched pages that are copied to the device at once; at least one page is."""
 
 
 class Move:
@@ -35,10 +30,11 @@ class Move:
         self,
         manager: KVCacheManager,
         host: HostStorage | None,
-        pages: PoolPages,
+        pages: StoredPages | None,
         blocks: PrefixBlocks,
         in_host: Sequence[npt.NDArray[np.int32]],
-        fetched: Mapping[tuple[int, int], tuple[str, Page]],
+        fetch: int,
+        fetched: Mapping[tuple[int, int], str],
         num_tokens: int,
     ) -> None:
         """Work out which blocks have to be moved.
@@ -46,14 +42,16 @@ class Move:
         Args:
             manager: The cache.
             host: The host memory; None for none.
-            pages: The device's pages.
+            pages: Has what was fetched; None without page stores.
             blocks: The blocks of the request, and which of them are on the device.
             in_host: Per group, the host page of each block; 0 for none.
-            fetched: The pages that were fetched, each with the name of its store, by group and block index.
+            fetch: The number of the fetch.
+            fetched: The pages that were fetched, with the names of their stores, by group and block index.
             num_tokens: The tokens of the prefix.
         """
         self._manager, self._host, self._pages = manager, host, pages
-        self._in_host, self._fetched, self._num_tokens = in_host, fetched, num_tokens
+        self._in_host, self._num_tokens = in_host, num_tokens
+        self._fetch, self._fetched = fetch, fetched
         # Where each needed block comes from, numbered from 1 on, as ``KVCacheManager.restore`` names copies.
         self._origins: list[tuple[int, int]] = []
         self._copies = [self._number(group, needed) for group, needed in enumerate(blocks.needed(num_tokens))]
@@ -95,7 +93,7 @@ class Move:
     def _copy(self, group: int, numbers: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy pages to the device: from host memory if it has them, otherwise what was fetched."""
         from_host: list[tuple[int, int]] = []
-        fetched: list[tuple[Page, int]] = []
+        from_stores: list[tuple[int, int]] = []
         for number, block_id in zip(numbers, block_ids, strict=True):
             _, block = self._origins[number - 1]
             host_id = int(self._in_host[group][block])
@@ -103,14 +101,11 @@ class Move:
                 from_host.append((host_id, block_id))
                 self.sources[HOST] += 1
             else:
-                store, page = self._fetched[group, block]
-                fetched.append((page, block_id))
-                self.sources[store] += 1
+                from_stores.append((block, block_id))
+                self.sources[self._fetched[group, block]] += 1
         if from_host:
             assert self._host is not None
-            host_ids, ids = zip(*from_host, strict=True)
-            self._host.copy_in(group, host_ids, ids)
-        at_once = max(1, _BYTES_AT_ONCE // self._manager.plan.groups[group].page_bytes)
-        for start in range(0, len(fetched), at_once):
-            pages, ids = zip(*fetched[start : start + at_once], strict=True)
-            self._pages.write(group, ids, torch.from_numpy(np.stack(pages)))
+            self._host.copy_in(group, *zip(*from_host, strict=True))
+        if from_stores:
+            assert self._pages is not None
+            self._pages.write(self._fetch, group, *zip(*from_stores, strict=True))

@@ -9,33 +9,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic, perf_counter
 from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from kvframe import (
-    HostStorage,
-    KVCacheManager,
-    KVCacheStorage,
-    PageRecords,
-    PageWriter,
-    PrefixBlocks,
-    ReadRate,
-    SealedStore,
-    StoreCounts,
-)
-from kvframe.contract import PageStore
+from kvframe import HostStorage, KVCacheManager, PrefixBlocks, ReadRate
 from kvframe.contract.foreign import safe_text
-from kvframe_engine.pool_pages import PoolPages
 from kvframe_engine.requests.fetch import Fetch
 from kvframe_engine.requests.progress import RequestProgress
 from kvframe_engine.tiers.fetcher import LEAST_WAIT, PrefixFetcher
 from kvframe_engine.tiers.move import HOST, Move
+from kvframe_engine.tiers.stored_pages import StoredPages
 
 _log = logging.getLogger("kvframe")
 MAX_KNOWN = 1 << 20
@@ -65,13 +53,11 @@ class TierCounts:
         restored_tokens: Tokens of requests that were brought back to the device, so that they were not computed.
         pages_from: Pages that were brought back, by the name of the tier.
         given_up: Requests that waited for their pages in vain.
-        stores: By name, what is counted of each page store.
     """
 
     restored_tokens: int = 0
     pages_from: Counter[str] = attrs.field(factory=Counter)
     given_up: int = 0
-    stores: dict[str, StoreCounts] = attrs.field(factory=dict)
 
 
 @attrs.frozen
@@ -100,43 +86,28 @@ class Tiers:
     def __init__(
         self,
         manager: KVCacheManager,
-        storage: KVCacheStorage,
         host: HostStorage | None,
-        stores: Sequence[PageStore],
+        pages: StoredPages | None,
         secret: bytes,
-        origin: Callable[[], Sequence[str]],
     ) -> None:
         """Begin to keep pages.
 
         Args:
             manager: The cache.
-            storage: The bytes of the device's pages.
             host: The host memory; None for none.
-            stores: The page stores, in the order in which they are asked.
-            secret: 32 bytes, for keys and seals.
-            origin: Returns texts that engines share if the pages of one are valid for the other.
+            pages: Moves pages from and to page stores; None for no stores.
+            secret: 32 bytes, for the keys of pages.
         """
-        self._manager, self._host = manager, host
-        self._pages = PoolPages(storage)
-        self._secret, self._make_origin = secret, origin
-        self.counts = TierCounts(stores={store.name: StoreCounts() for store in stores})
-        self._records: PageRecords | None = None
-        self._writer: PageWriter | None = None
-        self._fetcher: PrefixFetcher | None = None
+        self._manager, self._host, self._pages, self._secret = manager, host, pages, secret
+        self.counts = TierCounts()
+        self._fetcher = None if pages is None else PrefixFetcher(pages)
         self._fresh: dict[int, tuple[int, bytes]] = {}
         self._known: dict[tuple[int, bytes], None] = {}
-        self._num_stores = len(stores)
+        self._store_counts = {} if pages is None else pages.counts
         self._seconds_per_token: float | None = None
         self._host_rate = ReadRate()
         self._page_bytes = [group.page_bytes for group in manager.plan.groups]
-        if stores:
-            counts = self.counts.stores
-            self._records = PageRecords(secret, origin())
-            self._writer = PageWriter([SealedStore(store, counts[store.name]) for store in stores])
-            self._fetcher = PrefixFetcher(
-                [SealedStore(store, counts[store.name]) for store in stores], self._page_bytes
-            )
-        manager.watch_pages(secret, *([self] if stores else []))
+        manager.watch_pages(secret, *([] if pages is None else [self]))
 
     # --- waiting requests ---------------------------------------------------------------------------------------------
 
@@ -173,13 +144,14 @@ class Tiers:
         local = [cached | (host > 0) for cached, host in zip(blocks.cached, in_host, strict=True)]
         num_local = blocks.longest(local)
         request.promised_tokens = max(blocks.num_cached, num_local or 0)
-        if self._fetcher is None or self._records is None or self._fetcher.is_stuck:
+        records = None if self._pages is None else self._pages.records
+        if self._fetcher is None or self._fetcher.is_stuck:
             is_more = num_local is not None and (num_local > blocks.num_cached or blocks.lacks_inputs)
-            request.fetch = Fetch(self._records, blocks, local, 0.0, is_done=True) if is_more else None
+            request.fetch = Fetch(records, blocks, local, 0.0, is_done=True) if is_more else None
             return
         per_token = self._seconds_per_token or DEFAULT_SECONDS_PER_TOKEN
         num_missing = blocks.most - (num_local or 0)
-        fetch = request.fetch = Fetch(self._records, blocks, local, max(LEAST_WAIT, num_missing * per_token))
+        fetch = request.fetch = Fetch(records, blocks, local, max(LEAST_WAIT, num_missing * per_token))
         if num_local is not None and num_local + blocks.alignment > blocks.most:
             fetch.is_done = True
         else:
@@ -224,19 +196,20 @@ class Tiers:
         request.promised_tokens = max(request.promised_tokens, fetch.num_tokens)
         blocks = self._blocks_of(request, fetch.blocks)
         # After a reset of the cache, pages may be of other weights. The fetcher counts them until they are dropped.
-        pages = {} if is_late or fetch.records is not self._records else fetch.pages
+        is_old = self._pages is not None and fetch.records is not self._pages.records
+        fetched = {} if is_late or is_old else fetch.pages
         in_host = self._in_host(blocks)
         present = [cached | (host > 0) for cached, host in zip(blocks.cached, in_host, strict=True)]
-        for group, block in pages:
+        for group, block in fetched:
             present[group][block] = True
         num_tokens = blocks.longest(present)
         if num_tokens is None or (num_tokens <= blocks.num_cached and not blocks.lacks_inputs):
             return NOTHING
-        if self._num_stores == 1:
-            self._known.update(dict.fromkeys((group, blocks.keys[group][block]) for group, block in pages))
-        move = Move(self._manager, self._host, self._pages, blocks, in_host, pages, num_tokens)
+        if len(self._store_counts) == 1:
+            self._known.update(dict.fromkeys((group, blocks.keys[group][block]) for group, block in fetched))
+        move = Move(self._manager, self._host, self._pages, blocks, in_host, fetch.number, fetched, num_tokens)
         num_saved = num_tokens - blocks.num_cached
-        if not pages and self._is_slower(move.num_host_bytes, num_saved) and not blocks.lacks_inputs:
+        if not fetched and self._is_slower(move.num_host_bytes, num_saved) and not blocks.lacks_inputs:
             request.promised_tokens = 0
             return NOTHING
         began = perf_counter()
@@ -248,7 +221,7 @@ class Tiers:
             return NOTHING
         if fetch.pin is None:
             return None
-        if not pages:
+        if not fetched:
             self._host_rate.note(perf_counter() - began, move.num_host_bytes)
         self.counts.restored_tokens += num_saved
         self.counts.pages_from += move.sources
@@ -292,13 +265,13 @@ class Tiers:
 
     def note_evicted(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Copy pages now that are evicted before the stores got them."""
-        assert self._writer is not None
+        assert self._pages is not None
         lost = [block_id for block_id in block_ids if block_id in self._fresh]
         if not lost:
             return
-        num_kept = -(-self._writer.free_bytes // self._page_bytes[group])
+        num_kept = -(-self._pages.free_bytes // self._page_bytes[group])
         self._give(lost[:num_kept])
-        self._writer.drop(len(lost[num_kept:]))
+        self._pages.count_dropped(len(lost[num_kept:]))
         for block_id in lost[num_kept:]:
             del self._fresh[block_id]
 
@@ -306,8 +279,8 @@ class Tiers:
         """Forget all pages: the model changed."""
         self._fresh.clear()
         self._known.clear()
-        if self._num_stores:
-            self._records = PageRecords(self._secret, self._make_origin())
+        if self._pages is not None:
+            self._pages.renew()
 
     def after_step(self, num_tokens: int, seconds: float, *, is_last: bool) -> None:
         """Give pages to the stores that became findable, and learn how long tokens take.
@@ -323,23 +296,30 @@ class Tiers:
             self._seconds_per_token = per_token if known is None else 0.9 * known + 0.1 * per_token
             if self._fetcher is not None:
                 self._fetcher.seconds_per_token = self._seconds_per_token
-        if self._fresh and self._writer is not None:
-            self._give_some(BYTES_WHEN_IDLE if is_last else min(BYTES_A_STEP, self._writer.free_bytes))
+        if self._fresh and self._pages is not None:
+            if is_last:
+                self._give_all()
+            else:
+                self._give_some(min(BYTES_A_STEP, self._pages.free_bytes))
 
-    def _give_some(self, num_bytes: int) -> None:
-        """Give pages to the stores, the oldest first, until they have so many bytes or more."""
-        chosen_ids = []
+    def _give_all(self) -> None:
+        """Give the stores as many pages as may wait when nothing is computed."""
+        assert self._pages is not None
+        self._give_some(BYTES_WHEN_IDLE - self._pages.queued_bytes, BYTES_WHEN_IDLE)
+
+    def _give_some(self, num_bytes: int, max_queued_bytes: int | None = None) -> None:
+        """Give pages to the stores, the oldest first: so many bytes at most, or one larger page."""
+        chosen_ids: list[int] = []
         for block_id, (group, _) in self._fresh.items():
-            if num_bytes <= 0:
+            if num_bytes <= 0 or (chosen_ids and num_bytes < self._page_bytes[group]):
                 break
             num_bytes -= self._page_bytes[group]
             chosen_ids.append(block_id)
-        self._give(chosen_ids)
+        self._give(chosen_ids, max_queued_bytes)
 
-    def _give(self, block_ids: Sequence[int]) -> None:
+    def _give(self, block_ids: Sequence[int], max_queued_bytes: int | None = None) -> None:
         """Copy pages from the device, and queue them for the stores."""
-        assert self._writer is not None
-        assert self._records is not None
+        assert self._pages is not None
         of_groups: dict[int, list[int]] = {}
         for block_id in block_ids:
             of_groups.setdefault(self._fresh[block_id][0], []).append(block_id)
@@ -347,13 +327,8 @@ class Tiers:
             at_once = max(1, BYTES_A_STEP // self._page_bytes[group])
             for start in range(0, len(of_group), at_once):
                 some = of_group[start : start + at_once]
-                pages = self._pages.read(group, some, non_blocking=True)
-                is_copied = None
-                if pages.is_pinned():
-                    is_copied = torch.cuda.Event()
-                    is_copied.record()
                 keys = [self._fresh.pop(block_id)[1] for block_id in some]
-                self._writer.put(self._records, group, keys, pages, is_copied)
+                self._pages.give(group, keys, some, max_queued_bytes)
                 self._known.update(dict.fromkeys((group, key) for key in keys))
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
@@ -361,7 +336,7 @@ class Tiers:
     @property
     def names(self) -> tuple[str, ...]:
         """The tiers in the order in which they are asked."""
-        return (*([] if self._manager.host_tier is None else [HOST]), *self.counts.stores)
+        return (*([] if self._manager.host_tier is None else [HOST]), *self._store_counts)
 
     def stats(self) -> dict[str, Any]:
         """Return the numbers of ``EngineStats`` that are about tiers. Any thread may call it."""
@@ -373,15 +348,15 @@ class Tiers:
             "host_blocks": 0 if tier is None else tier.num_cached,
             "host_blocks_stored": 0 if tier is None else tier.pages_stored,
             "host_blocks_dropped": 0 if tier is None else tier.pages_dropped,
-            "stores": {name: attrs.evolve(of_store) for name, of_store in counts.stores.items()},
+            "stores": {name: attrs.evolve(of_store) for name, of_store in self._store_counts.items()},
         }
 
     def flush(self, seconds: float) -> bool:
         """Wait until the stores have what was computed, for some seconds at most; return whether they have."""
         deadline = monotonic() + seconds
-        while self._writer is not None:
-            self._give_some(BYTES_WHEN_IDLE)
-            if not self._writer.wait(max(0.0, deadline - monotonic())):
+        while self._pages is not None:
+            self._give_all()
+            if not self._pages.flush(max(0.0, deadline - monotonic())):
                 return False
             if not self._fresh:
                 break
@@ -392,8 +367,8 @@ class Tiers:
         self.flush(CLOSE_SECONDS)
         if self._fetcher is not None:
             self._fetcher.close(CLOSE_SECONDS)
-        if self._writer is not None:
-            self._writer.close(CLOSE_SECONDS)
+        if self._pages is not None:
+            self._pages.close(CLOSE_SECONDS)
 
 
 CLOSE_SECONDS = 5.0
