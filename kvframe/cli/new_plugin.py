@@ -59,8 +59,8 @@ _SERVED = ("adapter", "logits_processor", "proposer")
 def new_plugin(name: str, kind: str, directory: Path | None) -> None:
     """Write a distribution with a plugin that registers NAME, such as "own_window".
 
-    It has a pyproject.toml, a manifest, a typed implementation, its tests by the kit, and a README. The next three
-    commands are printed.
+    It has a pyproject.toml, a licence, a manifest, a typed implementation, its tests by the kit, and a README. The next
+    three commands are printed.
     """
     _check_name(name, KINDS["model_adapter" if kind == "adapter" else kind])
     folder = Path(f"kvframe-{_dashed(name)}") if directory is None else directory
@@ -87,7 +87,8 @@ def render(name: str, kind: str) -> dict[str, str]:
         "OwnPart": "".join(part.capitalize() for part in name.split("_")),
         "{description}": _DESCRIPTIONS[kind],
         "{api}": f"v{API_VERSION.replace('.', '_')}",
-        "{test}": '"kvframe-engine>=0.1,<0.2", "pytest>=8"' if kind in _SERVED else '"pytest>=8"',
+        "{keyword}": _dashed(kind),
+        "{test}": '"kvframe-engine>=0.9", "pytest>=8"' if kind in _SERVED else '"pytest>=8"',
     }
     return {
         str(path.relative_to(root)).removesuffix(SUFFIX).replace("own_part", name): _replaced(path, words)

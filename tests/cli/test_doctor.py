@@ -65,7 +65,8 @@ def test_versions_devices_and_plugins_are_those_of_this_process() -> None:
     assert not any(name.startswith("kvframe-") for name in found["versions"])
     assert "cpu" == found["devices"][0]["device"]
     assert found["devices"][0]["free_bytes"] <= found["devices"][0]["total_bytes"]
-    assert {"id": "kvframe-mla:mla", "version": "0.1.0", "status": "loaded", "reason": ""} in found["plugins"]
+    version = importlib.metadata.version("kvframe-mla")
+    assert {"id": "kvframe-mla:mla", "version": version, "status": "loaded", "reason": ""} in found["plugins"]
     assert ("usable", "") == names_of(found, "kvframe-torch:torch")["torch"]
     assert [] == found["problems"]
     assert "kvframe plan MODEL to see what its cache takes" == found["next"][0]

@@ -76,8 +76,9 @@ def test_what_is_written_is_typed(baked: Path) -> None:
 def test_no_word_of_the_templates_is_left(baked: Path) -> None:
     texts = [path.read_text() for path in baked.rglob("*") if path.is_file()]
     assert 16 * 7 <= len(texts)
+    words = ("own_part", "own-part", "OwnPart", "{description}", "{api}", "{keyword}")
     for text in texts:
-        assert not any(word in text for word in ("own_part", "own-part", "OwnPart", "{description}", "{api}"))
+        assert not any(word in text for word in words)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -211,7 +212,7 @@ def test_the_next_three_commands_are_printed(tmp_path: Path, monkeypatch: pytest
     result = bake("own_window", "--kind", "spec")
     assert (0, "") == (result.exit_code, result.stderr)
     assert [
-        "kvframe-own-window holds the spec 'own_window', in 8 files. Next:",
+        "kvframe-own-window holds the spec 'own_window', in 9 files. Next:",
         "",
         "  pip install -e 'kvframe-own-window[test]'",
         "  kvframe check own_window",

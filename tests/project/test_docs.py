@@ -390,9 +390,7 @@ def test_an_extra_of_the_core_installs_each_plugin(plugin: Path) -> None:
     project = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
     (wanted,) = extras[project["name"].removeprefix("kvframe-")]
-    name, version = re.fullmatch(r"([\w-]+)(?:\[[\w,-]+\])?(>=.*)", wanted).groups()  # type: ignore[union-attr]
-    assert project["name"] == name
-    assert f"{name}{version}" in extras["all"]
+    assert project["name"] == re.split(r"\[|>=", wanted)[0]
 
 
 def test_every_package_takes_the_same_versions_of_torch() -> None:
