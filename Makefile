@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VERSIONS ?=
 SUITES ?=
 
-.PHONY: help setup quick test lint docs demo bench compat peer harness vllm clean
+.PHONY: help setup quick test whole lint docs demo bench compat dist wheels peer harness vllm clean
 
 help: ## list these commands
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -47,6 +47,9 @@ quick: $(READY) ## lint and tests of what changed, or of one package: make quick
 
 test: lint ## lint, then every test: core, plugins, examples
 	$(BIN)/pytest -n $(TESTERS) --dist worksteal
+
+whole: $(READY) ## all cases of the grids of which usual runs compute a part; takes hours
+	$(BIN)/pytest -n $(TESTERS) --dist worksteal -m whole --hypothesis-profile=whole --timeout 3600
 
 docs: $(READY) ## build the documentation as a site in build/site, with the contract's reference
 	$(BIN)/sphinx-build -q -W --keep-going -b html -c docs . build/site
@@ -81,6 +84,14 @@ bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and par
 ALL_OR_VLLM := $(if $(VERSIONS),$(findstring vllm,$(VERSIONS)),all)
 compat: $(READY) $(if $(ALL_OR_VLLM),$(HOSTED)/.ready) ## compare with each tested version of transformers, vLLM, torch and Python; write plugins/COMPATIBILITY.md
 	$(BIN)/python -m tests.compatibility $(VERSIONS) --suites "$(SUITES)"
+
+dist: ## build every wheel and sdist in build/dist/packages, install the wheels elsewhere and run what READMEs show
+	@PYTHON=$(PYTHON) JOBS=$(JOBS) .ci/dist
+
+wheels: ## build kvframe-kernels with compiled kernels in build/wheels, for this machine's processor; needs docker
+	@$(PYTHON) -m venv --clear build/cibuildwheel
+	@build/cibuildwheel/bin/python -m pip install -qq --disable-pip-version-check cibuildwheel
+	build/cibuildwheel/bin/cibuildwheel kernels --output-dir build/wheels
 
 peer: $(VLLM)/.ready ## make .cache/peers/vllm, vLLM's CPU build in an environment of its own, to measure against
 

@@ -504,7 +504,7 @@ def test_the_site_has_every_page() -> None:
     assert PAGES == sorted(f"{name}.md" for name in listed)
 
 
-@pytest.mark.parametrize(("document", "most"), [("README.md", 200), ("CONTRIBUTING.md", 90), ("CHANGELOG.md", 50)])
+@pytest.mark.parametrize(("document", "most"), [("README.md", 200), ("CONTRIBUTING.md", 105), ("CHANGELOG.md", 50)])
 def test_the_first_documents_are_short(document: str, most: int) -> None:
     assert len(read(document).splitlines()) <= most
 

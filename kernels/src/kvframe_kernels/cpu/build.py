@@ -1,4 +1,4 @@
-"""Compiles the C++ sources for this machine: once, into the user's cache folder, with the system's compiler."""
+"""Finds the C++ kernels for this machine: compiled in the wheel, or compiled once into the user's cache folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from filelock import FileLock
 from platformdirs import user_cache_path
 
-SOURCES = Path(__file__).parent / "src"
+from kvframe_kernels.cpu.variants import CPU_FACTS, FLAGS, SOURCES, find_library
+
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 NATIVE_FLAGS = ("-march=native",)
 TIMEOUT_S = 300
 
@@ -42,7 +44,7 @@ def find_compiler() -> str | None:
 
 
 def load_library() -> ctypes.CDLL:
-    """Return the compiled kernels for this machine; build them if they are not in the cache.
+    """Return the compiled kernels for this machine: the wheel's, or those of the cache; build them if there are none.
 
     The outcome is kept for the whole process.
 
@@ -60,6 +62,9 @@ def _try_to_load() -> ctypes.CDLL | BuildError:
     # torch's thread pool must be loaded first, because the library looks it up among the process's symbols.
     import torch  # noqa: F401
 
+    if library := find_library():
+        with suppress(OSError):  # made for another C library
+            return ctypes.CDLL(str(library))
     try:
         return ctypes.CDLL(str(build(NATIVE_FLAGS)))
     except BuildError as error:
@@ -90,7 +95,7 @@ def build(machine_flags: Sequence[str]) -> Path:
         return library
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        with _Lock(library.with_suffix(".lock")):
+        with FileLock(library.with_suffix(".lock")):
             if not _is_whole(library):
                 _compile(compiler, machine_flags, library)
     except OSError as error:
@@ -111,7 +116,7 @@ def fingerprint(compiler: str, machine_flags: Sequence[str]) -> str:
 def _processor() -> str:
     """Return a text that changes with the processor's instruction sets."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = CPU_FACTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     named = ("model name", "flags", "Features", "CPU part")
@@ -159,19 +164,3 @@ def _compile(compiler: str, machine_flags: Sequence[str], library: Path) -> None
         os.replace(_digest_file(made), _digest_file(library))
         os.replace(made, library)
     print(f"kvframe-kernels: compiled in {time.monotonic() - started:.0f} s, kept in {library}", file=sys.stderr)
-
-
-class _Lock:
-    """A file lock that one process holds at a time."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        import fcntl
-
-        self._file = self._path.open("w")
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
