@@ -19,6 +19,9 @@ from .cache.events import CacheEvent as CacheEvent
 from .cache.events import content_key as content_key
 from .cache.events import prefix_key as prefix_key
 from .cache.input_index import InputSequence as InputSequence
+from .cache.layout import CacheLayout as CacheLayout
+from .cache.layout import GroupLayout as GroupLayout
+from .cache.layout import Need as Need
 from .cache.manager import KVCacheManager as KVCacheManager
 from .cache.prefix_lookup import Pin as Pin
 from .cache.radix_tree import RangedTokens as RangedTokens

@@ -1,8 +1,8 @@
 """What other processes learn: events of blocks that became findable or were removed, and keys of prefixes and inputs.
 
-The events are in order, so that a router can mirror the cache. They are about pages of the device's pool. Copies of a
-swapped request in host memory are no event, because no other request finds them; its published blocks stay findable in
-the pool until they are evicted.
+The events are in order, so that a router can mirror the cache. They are about pages of the device's pool, and about
+copies of evicted pages in host memory. Copies of a swapped request in host memory are no event, because no other
+request finds them; its published blocks stay findable in the pool until they are evicted.
 
 The keys are keyed hashes that every process with the same secret computes alike. Inside the cache tokens are compared,
 and nothing is hashed. Outside, the first ``n`` tokens of a request have the key BLAKE2b (RFC 7693), keyed, of
@@ -20,7 +20,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import groupby
+from itertools import chain, groupby
 from types import MappingProxyType
 from typing import Literal, Protocol
 
@@ -29,11 +29,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.block_order import AnyBlockIds
-from kvframe.cache.input_index import InputBlocks, InputSequence, inputs_root, joined
+from kvframe.cache.input_index import InputBlocks, InputSequence, Namespace, inputs_root, joined
+from kvframe.cache.layout import CacheLayout
 from kvframe.cache.live_range import Pages
-from kvframe.cache.radix_tree import RadixNode, RadixTree
+from kvframe.cache.radix_tree import RadixNode, RadixTree, as_bytes
 from kvframe.contract.specs import TOKENS
-from kvframe.planning.plan import PlannedGroup
+from kvframe.planning.tiers import HOST_MEMORY
 
 KEY_BYTES = 32
 # BLAKE2b's ``person``: the purpose of a key, with the version of its definition.
@@ -46,37 +47,47 @@ _MAX_HASHES = 4096
 """Nodes whose hash is kept, so that the tokens before a block are not hashed again."""
 
 
+DEVICE: Literal["device"] = "device"
+"""The medium of pages in the device's pool."""
+
+Medium = Literal["device", "host_memory"]
+"""Where a block is: on the device, where requests find it, or in host memory, from where it is brought back."""
+
+
 @attrs.frozen(kw_only=True)
 class BlocksStored:
-    """A run of blocks that requests find from now on, each the parent of the next.
+    """Blocks of one group that requests find from now on.
+
+    Blocks on the device are a run, each the parent of the next, and all fields are given. Copies in host memory are
+    told of by their keys alone: ``parent``, ``start`` and ``salt`` are None, and ``tokens`` is empty.
 
     Attributes:
-        group: The index of their cache group. A request continues from a prefix if every group has the blocks that its
-            type still needs there.
-        parent: The key of the prefix before the first block; the key of no tokens if the run begins the sequence.
+        group: The index of their cache group. A request continues from a prefix if every group has the blocks that the
+            layout says it needs there.
         keys: For each block, the key of the prefix that ends with it.
-        tokens: Their token ids, ``block_size`` for each block; empty for blocks of an input.
-        start: Tokens before the first block.
         block_size: Tokens per block of the group.
         sequence: The sequence whose state the blocks store: ``"tokens"``, a request's own, or an input: ``"encoder"``.
-        salt: Only requests with this ``cache_salt`` find them.
         medium: Where they are stored.
+        parent: The key of the prefix before the first block; the key of no tokens if the run begins the sequence.
+        start: Tokens before the first block.
+        tokens: Their token ids, ``block_size`` for each block; empty for blocks of an input.
+        salt: Only requests with this ``cache_salt`` find them.
     """
 
     group: int
-    parent: bytes
     keys: tuple[bytes, ...]
-    tokens: tuple[int, ...]
-    start: int
     block_size: int
     sequence: str = TOKENS
-    salt: str = ""
-    medium: Literal["device"] = "device"
+    medium: Medium = DEVICE
+    parent: bytes | None = None
+    start: int | None = None
+    tokens: tuple[int, ...] = ()
+    salt: str | None = None
 
 
 @attrs.frozen(kw_only=True)
 class BlocksRemoved:
-    """Blocks that no request finds from now on. Blocks after them in the sequence may stay.
+    """Blocks that are no longer in a medium. Blocks after them in the sequence may stay.
 
     Attributes:
         group: The index of their cache group.
@@ -86,12 +97,18 @@ class BlocksRemoved:
 
     group: int
     keys: tuple[bytes, ...]
-    medium: Literal["device"] = "device"
+    medium: Medium = DEVICE
 
 
 @attrs.frozen(kw_only=True)
 class CacheCleared:
-    """All blocks of all groups were removed."""
+    """All blocks of all groups were removed, from every medium. A listener's first event is this one.
+
+    Attributes:
+        layout: What hits need, in each group.
+    """
+
+    layout: CacheLayout
 
 
 CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
@@ -123,7 +140,7 @@ class EventLog:
 
     def __init__(
         self,
-        groups: Sequence[PlannedGroup],
+        layout: CacheLayout,
         tree: RadixTree,
         secret: bytes,
         watchers: Sequence[PageWatcher] = (),
@@ -133,12 +150,13 @@ class EventLog:
         """Begin with the event of a cleared cache; the secret for the keys is 32 bytes."""
         self.keeps_events = keeps_events
         self._watchers = watchers
-        self._groups = groups
+        self._layout = layout
+        self._group_layouts = {group.group: group for group in layout.groups}
         self._tree = tree
         self._secret = secret
         # Blocks of all sizes begin at its multiples: no later block begins before the last multiple.
         self._alignment = math.lcm(*tree.sizes)
-        self._events: list[CacheEvent] = [CacheCleared()] if keeps_events else []
+        self._events: list[CacheEvent] = [CacheCleared(layout=layout)] if keeps_events else []
         self._key_of_page: dict[int, tuple[int, bytes]] = {}
         # By a node's owner number: the node, its salt, and the hash of a prefix that ends in it.
         self._hashes: OrderedDict[int, tuple[RadixNode, str, PrefixHash]] = OrderedDict()
@@ -146,7 +164,7 @@ class EventLog:
     def take(self) -> list[CacheEvent]:
         """Return the events that were not taken yet, in order."""
         events, self._events = self._events, []
-        return events
+        return [*_joined_removals(events)]
 
     def record_stored(self, node: RadixNode, start: int, stop: int) -> None:
         """Record the blocks of a node that end in tokens ``(start, stop]``, except those that were recorded before."""
@@ -177,7 +195,7 @@ class EventLog:
 
     def record_stored_input(self, blocks: InputBlocks, indices: npt.NDArray[np.intp], pages: Pages) -> None:
         """Record the blocks of an input at these indices; ``pages`` are the pages of all its blocks."""
-        size = self._groups[blocks.group].block_size
+        size = self._group_layouts[blocks.group].block_size
         for run in _runs(indices.tolist()):
             ends = [min(block * size, blocks.num_tokens) for block in range(run.start, run.stop + 1)]
             parent, *keys = (input_key(self._secret, blocks, end) for end in ends)
@@ -217,6 +235,23 @@ class EventLog:
             if self.keeps_events:
                 self._events.append(BlocksRemoved(group=group, keys=tuple(keys)))
 
+    def record_copied(self, group: int, keys: Sequence[bytes]) -> None:
+        """Record that host memory has copies of evicted blocks."""
+        of_group = self._group_layouts[group]
+        self._events.append(
+            BlocksStored(
+                group=group,
+                keys=tuple(keys),
+                block_size=of_group.block_size,
+                sequence=of_group.sequence,
+                medium=HOST_MEMORY,
+            )
+        )
+
+    def record_copy_removed(self, group: int, key: bytes) -> None:
+        """Record that host memory gave up the copy of a block."""
+        self._events.append(BlocksRemoved(group=group, keys=(key,), medium=HOST_MEMORY))
+
     def record_cleared(self) -> None:
         """Record that all blocks were removed."""
         self._key_of_page.clear()
@@ -224,7 +259,7 @@ class EventLog:
         for watcher in self._watchers:
             watcher.note_cleared()
         if self.keeps_events:
-            self._events.append(CacheCleared())
+            self._events.append(CacheCleared(layout=self._layout))
 
     def _keys_of(
         self, node: RadixNode, ends: Sequence[int]
@@ -261,6 +296,21 @@ class EventLog:
         if len(self._hashes) > _MAX_HASHES:
             self._hashes.popitem(last=False)
         return salt, base, tokens, keys
+
+
+def _joined_removals(events: Iterable[CacheEvent]) -> Iterator[CacheEvent]:
+    """Yield events, with removals in a row from one group and medium as one."""
+
+    def run_of(event: CacheEvent) -> tuple[int, str]:
+        return (event.group, event.medium) if isinstance(event, BlocksRemoved) else (id(event), "")
+
+    for _, run in groupby(events, run_of):
+        first, *others = run
+        if others and isinstance(first, BlocksRemoved):
+            keys = chain.from_iterable(event.keys for event in (first, *others) if isinstance(event, BlocksRemoved))
+            yield BlocksRemoved(group=first.group, keys=tuple(keys), medium=first.medium)
+        else:
+            yield first
 
 
 def _runs(indices: Iterable[int]) -> Iterator[slice]:
@@ -305,6 +355,15 @@ def prefix_key(
         inputs: The request's inputs beside its tokens, by the name of the sequence.
     """
     return PrefixHash(secret, salt, inputs_root(inputs)).add_tokens(np.fromiter(token_ids, dtype=np.uint32))
+
+
+def prefix_keys(secret: bytes, namespace: Namespace, token_ids: Sequence[int], ends: Sequence[int]) -> dict[int, bytes]:
+    """Return the keys of a request's prefixes, by their numbers of tokens, which are sorted."""
+    prefix, keys = PrefixHash(secret, *namespace), {}
+    numbers = np.frombuffer(as_bytes(token_ids, 0, ends[-1]) if ends else b"", dtype=np.uint32)
+    for end in ends:
+        keys[end] = prefix.add_tokens(numbers[prefix.num_tokens : end])
+    return keys
 
 
 def content_key(secret: bytes, content: bytes) -> bytes:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvframe.cache.audit import audit_pool
 from kvframe.cache.block_order import BlockIds, Groups
 from kvframe.cache.block_pool import BlockPool, Indices
+from kvframe.cache.events import EventLog
 from kvframe.cache.host_pages import HostPages
 from kvframe.contract.foreign import safe_text
 from kvframe.planning.plan import KVCachePlan
@@ -32,6 +33,7 @@ class HostTier:
     Invariant: the cached pages of the host memory are exactly those that a key finds.
 
     Attributes:
+        events: What records which pages are copied and removed; None if no router listens.
         pages_stored: Pages that were copied to host memory.
         pages_dropped: Evicted pages for which no host page was free, or whose copy failed.
     """
@@ -44,6 +46,7 @@ class HostTier:
         self._host_ids: list[dict[bytes, int]] = [{} for _ in plan.groups]
         self._key_of: dict[int, tuple[int, bytes]] = {}
         self._held_pages: list[BlockIds] = []
+        self.events: EventLog | None = None
         self.pages_stored = self.pages_dropped = 0
 
     # --- as a watcher of the device's pages ---------------------------------------------------------------------------
@@ -89,11 +92,23 @@ class HostTier:
             self._key_of[host_id] = group, key
         self.pool.publish_and_release(host_ids, host_ids, np.zeros_like(host_ids), group)
         self.pages_stored += len(keys)
+        if self.events is not None:
+            self.events.record_copied(group, keys)
 
     def _remove_evicted(self, owner: int, groups: int | Groups, indices: Indices) -> None:
         """Forget the key of a page that is evicted from host memory: a page is its own owner."""
         group, key = self._key_of.pop(owner)
         del self._host_ids[group][key]
+        if self.events is not None:
+            self.events.record_copy_removed(group, key)
+
+    def log_events_to(self, log: EventLog | None) -> None:
+        """Log all pages, and from now on each one that is copied or removed; None stops the log."""
+        self.events = log
+        if log is not None:
+            for group, host_ids in enumerate(self._host_ids):
+                if host_ids:
+                    log.record_copied(group, list(host_ids))
 
     # --- finding ------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import attrs
 import numpy as np
@@ -28,6 +29,7 @@ from kvframe.cache.events import NO_INPUTS, EventLog, PageWatcher
 from kvframe.cache.host_pages import HostPages
 from kvframe.cache.host_tier import HostTier
 from kvframe.cache.input_index import InputBlocks, InputSequence, Namespace, input_blocks, inputs_root
+from kvframe.cache.layout import CacheLayout
 from kvframe.cache.prefix_lookup import NO_HIT, Pin, Pins, PrefixCache, PrefixHit, found_prefix
 from kvframe.cache.radix_tree import NO_MATCH, before_range
 from kvframe.cache.stats import FoundPrefix, GroupLookups, KVCacheStats
@@ -619,12 +621,16 @@ class KVCacheManager:
         """
         check_secret(secret)
         log = self._log(secret, keeps_events=True)
+        if self.host_tier is not None:
+            self.host_tier.log_events_to(log)
         self._refreshes = True
         return log
 
     def stop_events(self) -> None:
         """Stop recording events."""
         self._refreshes = False
+        if self.host_tier is not None:
+            self.host_tier.log_events_to(None)
         if self._watchers:
             self._log(self._watch_secret, keeps_events=False)
         else:
@@ -648,9 +654,14 @@ class KVCacheManager:
 
     def _log(self, secret: bytes, *, keeps_events: bool) -> EventLog:
         """Return a log of all pages, which replaces the one before."""
-        self._events = EventLog(self.plan.groups, self._cache.tree, secret, self._watchers, keeps_events=keeps_events)
+        self._events = EventLog(self.layout, self._cache.tree, secret, self._watchers, keeps_events=keeps_events)
         self._cache.log_events_to(self._events)
         return self._events
+
+    @cached_property
+    def layout(self) -> CacheLayout:
+        """What hits need, in each group."""
+        return CacheLayout.of(self.plan, self._kinds.live, is_caching=self.prefix_caching)
 
     def prefix_blocks(
         self,

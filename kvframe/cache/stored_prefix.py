@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.block_table import GroupKinds
-from kvframe.cache.events import PrefixHash, input_key
+from kvframe.cache.events import input_key, prefix_keys
 from kvframe.cache.input_index import InputBlocks, Namespace
 from kvframe.cache.live_range import LiveRange, longest_common_prefix
 from kvframe.cache.prefix_lookup import PrefixCache, PrefixHit
-from kvframe.cache.radix_tree import as_bytes, before_range
+from kvframe.cache.radix_tree import before_range
 from kvframe.contract.specs import TokenRange
 from kvframe.planning.plan import PlannedGroup
 
@@ -155,19 +155,10 @@ def block_keys(
     groups = kinds.plan.groups
     sizes = {index: groups[index].block_size for index in kinds.live}
     ends_of = {index: range(size, max_tokens + 1, size) for index, size in sizes.items()}
-    key_of = _prefix_keys(secret, namespace, tokens, sorted({end for ends in ends_of.values() for end in ends}))
+    key_of = prefix_keys(secret, namespace, tokens, sorted({end for ends in ends_of.values() for end in ends}))
     keys = [[key_of[end] for end in ends_of.get(group.index, ())] for group in groups]
     for blocks in inputs:
         size = groups[blocks.group].block_size
         ends = (min((index + 1) * size, blocks.num_tokens) for index in range(blocks.num_blocks))
         keys[blocks.group] = [input_key(secret, blocks, end) for end in ends]
-    return keys
-
-
-def _prefix_keys(secret: bytes, namespace: Namespace, tokens: Sequence[int], ends: Sequence[int]) -> dict[int, bytes]:
-    """Return the keys of a request's prefixes, by their numbers of tokens."""
-    prefix, keys = PrefixHash(secret, *namespace), {}
-    numbers = np.frombuffer(as_bytes(tokens, 0, ends[-1]) if ends else b"", dtype=np.uint32)
-    for end in ends:
-        keys[end] = prefix.add_tokens(numbers[prefix.num_tokens : end])
     return keys

@@ -7,12 +7,13 @@ say how many bytes a prefix takes in a tier: of a window its end, of a recurrent
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import attrs
 
 from kvframe.planning.plan import KVCachePlan
 
-HOST_MEMORY = "host_memory"
+HOST_MEMORY: Final = "host_memory"
 """The name of the tier in host memory."""
 
 Holds = Callable[[Sequence[int]], bool]

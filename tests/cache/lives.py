@@ -24,6 +24,7 @@ from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from kvframe.planning.plan import KVCachePlan
 from kvframe.planning.rollback import RollbackSpec
+from kvframe.routing import PrefixIndex
 from kvframe.testing.requests import Page
 from tests.cache.definition import CacheModel, HostCopies, Life, is_sparse, live_blocks
 from tests.cache.mirror import SECRET, Mirror, key_of_input, key_of_tokens
@@ -140,7 +141,7 @@ class Lives:
         self.shared: set[Page] = set()
         self.num_started = 0
         self.log: EventLog | None = None
-        self.mirror = Mirror()
+        self.mirror, self.index = Mirror(), PrefixIndex(SECRET)
 
     def happen(self) -> None:
         """Let one thing happen, which is one verb or several."""
@@ -561,7 +562,13 @@ class Lives:
         self.model.let_go(published, self.shared)
         assert published == self.model.findable_pages()
         if self.log is not None:
-            self.mirror.replay(self.log.take())
+            events = self.log.take()
+            self.mirror.replay(events)
+            self.index.apply("here", events)
+            for life in [*self.running.values()][:2]:
+                prompt, inputs = [*life.tokens, 0][:MAX_LEN], inputs_of(life.encoder)
+                num_tokens = self.manager.find(prompt, salt=life.salt, inputs=inputs)
+                assert {"here": num_tokens} == self.index.hits(prompt, salt=life.salt, inputs=inputs)
             expected = {(group, self.key(group, content)): (group, content) for group, content in self.model.findable}
             assert expected.keys() == self.mirror.blocks.keys()
             for (_, key), (index, content) in expected.items():
@@ -580,6 +587,7 @@ class Lives:
         group, event = self.plan.groups[index], self.mirror.blocks[index, key]
         place = event.keys.index(key)
         assert (salt, group.block_size, group.spec.sequence) == (event.salt, event.block_size, event.sequence)
+        assert event.start is not None
         start = event.start + place * group.block_size
         if group.is_of_input:
             assert what * group.block_size == start

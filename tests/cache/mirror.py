@@ -63,7 +63,7 @@ class Mirror:
                 for key in event.keys:
                     del self.blocks[event.group, key]
             else:
-                assert CacheCleared() == event
+                assert isinstance(event, CacheCleared)
                 self.blocks.clear()
 
     def _check(self, event: BlocksStored) -> None:

@@ -49,6 +49,15 @@ def stored(tokens: Sequence[int], start: int, stop: int, size: int, salt: str = 
     )
 
 
+def cleared(manager: KVCacheManager) -> CacheCleared:
+    return CacheCleared(layout=manager.layout)
+
+
+def copied(tokens: Sequence[int], *ends: int) -> BlocksStored:
+    keys = tuple(key_of_tokens(tokens[:end]) for end in ends)
+    return BlocksStored(group=0, keys=keys, block_size=4, medium="host_memory")
+
+
 def cached(engine: Engine) -> dict[tuple[int, bytes], BlocksStored]:
     """Return the events that a new listener of an engine gets; it replaces the earlier listener."""
     mirror = Mirror()
@@ -62,7 +71,7 @@ def cached(engine: Engine) -> dict[tuple[int, bytes], BlocksStored]:
 def test_blocks_are_told_of_as_they_become_full() -> None:
     manager, tokens = make_manager(full(4)), [*range(20)]
     log = manager.record_events(SECRET)
-    assert [CacheCleared()] == log.take()
+    assert [cleared(manager)] == log.take()
     manager.start("a", tokens)
     assert manager.extend("a", 20)
     for computed, expected in [(3, []), (10, [stored(tokens, 0, 8, 4)]), (11, []), (20, [stored(tokens, 8, 20, 4)])]:
@@ -79,7 +88,7 @@ def test_blocks_of_many_requests_are_told_of_as_they_become_full() -> None:
         manager.start(name, tokens)
     rows = np.array([manager.row(name) for name in prompts])
     assert manager.extend_rows(rows, np.full(2, 20))
-    assert [CacheCleared()] == log.take()
+    assert [cleared(manager)] == log.take()
     for computed, first in [(3, None), (9, 0), (20, 8)]:
         manager.commit_rows(rows, np.full(2, computed))
         told = [] if first is None else [stored(tokens, first, computed // 4 * 4, 4) for tokens in prompts.values()]
@@ -91,7 +100,7 @@ def test_a_block_that_many_compute_is_told_of_once() -> None:
     log = manager.record_events(SECRET)
     for name in "abc":
         compute(manager, name, tokens)
-    assert [CacheCleared(), stored(tokens, 0, 12, 4)] == log.take()
+    assert [cleared(manager), stored(tokens, 0, 12, 4)] == log.take()
     compute(manager, "d", [*range(8), 99, 98, 97, 96])
     assert [stored([*range(8), 99, 98, 97, 96], 8, 12, 4)] == log.take()
 
@@ -100,14 +109,22 @@ def test_each_group_has_its_own_blocks() -> None:
     manager, tokens = make_manager(full(2), ranged(4, window=4)), [*range(8)]
     log = manager.record_events(SECRET)
     compute(manager, "a", tokens)
-    assert [CacheCleared(), stored(tokens, 0, 8, 2), stored(tokens, 0, 8, 4, group=1)] == log.take()
+    assert [
+        cleared(manager),
+        stored(tokens, 0, 8, 2),
+        stored(tokens, 0, 8, 4, group=1),
+    ] == log.take()
 
 
 def test_a_group_that_stores_few_blocks_says_which() -> None:
     manager, tokens = make_manager(full(4), state(4)), [*range(13)]
     log = manager.record_events(SECRET)
     compute(manager, "a", tokens)
-    assert [CacheCleared(), stored(tokens, 0, 12, 4), stored(tokens, 8, 12, 4, group=1)] == log.take()
+    assert [
+        cleared(manager),
+        stored(tokens, 0, 12, 4),
+        stored(tokens, 8, 12, 4, group=1),
+    ] == log.take()
 
 
 def test_salts_have_keys_of_their_own() -> None:
@@ -115,14 +132,17 @@ def test_salts_have_keys_of_their_own() -> None:
     log = manager.record_events(SECRET)
     for salt in ("", "anna", "ben"):
         compute(manager, f"of {salt}", tokens, salt=salt)
-    assert [CacheCleared(), *(stored(tokens, 0, 8, 4, salt) for salt in ("", "anna", "ben"))] == log.take()
+    assert [
+        cleared(manager),
+        *(stored(tokens, 0, 8, 4, salt) for salt in ("", "anna", "ben")),
+    ] == log.take()
 
 
 def test_tokens_after_an_input_have_keys_of_their_own_and_so_have_its_blocks() -> None:
     manager, tokens, given = make_manager(full(4), encoder(4)), [*range(4)], {ENCODER: InputSequence(9, b"sound")}
     log = manager.record_events(SECRET)
     compute(manager, "a", tokens, inputs=given, salt="anna")
-    cleared, of_input, of_tokens = log.take()
+    first, of_input, of_tokens = log.take()
     ends = [key_of_input(num_tokens, (9, b"sound"), "anna") for num_tokens in (0, 4, 8, 9)]
     assert of_input == BlocksStored(
         group=1,
@@ -136,7 +156,7 @@ def test_tokens_after_an_input_have_keys_of_their_own_and_so_have_its_blocks() -
     )
     assert isinstance(of_tokens, BlocksStored)
     assert (key_of_tokens(tokens, "anna", (9, b"sound")),) == of_tokens.keys
-    assert isinstance(cleared, CacheCleared)
+    assert cleared(manager) == first
 
 
 def test_what_is_evicted_is_removed_with_what_hangs_on_it() -> None:
@@ -166,7 +186,30 @@ def test_a_reset_clears_all_of_it_held_blocks_included() -> None:
     manager.reset_prefix_cache()
     manager.commit("a", tokens, 8)
     manager.free("a")
-    assert [CacheCleared()] == log.take()
+    assert [cleared(manager)] == log.take()
+
+
+def test_blocks_go_to_host_memory_before_they_leave_the_device_and_leave_it_in_turn() -> None:
+    plan = make_plan(full(4), num_slabs=2, max_model_len=8)
+    host = HostCopies(plan, {})
+    host.num_slabs = 2
+    manager = KVCacheManager(plan, max_num_seqs=1, host_pages=host)
+    manager.watch_pages(SECRET)
+    first, second, third = ([token] * 8 for token in (1, 2, 3))
+    managers.serve(manager, first)
+    log = manager.record_events(SECRET)
+    assert [cleared(manager), stored(first, 0, 8, 4)] == log.take()
+    managers.serve(manager, second)
+    ends, keys = (8, 4), {name: key_of_tokens(tokens[:8]) for name, tokens in [("first", first), ("second", second)]}
+    of_device = BlocksRemoved(group=0, keys=tuple(key_of_tokens(first[:end]) for end in ends))
+    assert [copied(first, *ends), of_device, stored(second, 0, 8, 4)] == log.take()
+    managers.serve(manager, third)
+    events = log.take()
+    gone = [event for event in events if isinstance(event, BlocksRemoved)]
+    assert ["host_memory", "device"] == [event.medium for event in gone]
+    assert ({*of_device.keys}, keys["second"]) == ({*gone[0].keys}, gone[1].keys[0])
+    late = manager.record_events(SECRET).take()
+    assert [cleared(manager), stored(third, 0, 8, 4), copied(second, *ends)] == late
 
 
 def test_a_swap_is_no_event_as_what_was_published_stays_findable() -> None:
@@ -174,7 +217,7 @@ def test_a_swap_is_no_event_as_what_was_published_stays_findable() -> None:
     manager, tokens = KVCacheManager(plan, max_num_seqs=4, host_pages=HostCopies(plan, {})), [*range(14)]
     log = manager.record_events(SECRET)
     compute(manager, "a", tokens)
-    assert [CacheCleared(), stored(tokens, 0, 12, 4)] == log.take()
+    assert [cleared(manager), stored(tokens, 0, 12, 4)] == log.take()
     assert manager.swap_out("a")
     assert [] == log.take()
     assert manager.swap_in("a", 14)
@@ -216,7 +259,7 @@ def test_nothing_is_recorded_and_nothing_hashed_for_nobody(monkeypatch: pytest.M
     manager.commit_rows(np.array([manager.row("a")]), np.array([16]))
     manager.free("a")
     manager.reset_prefix_cache()
-    assert [CacheCleared()] == log.take()
+    assert [cleared(manager)] == log.take()
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 4), (4, 6)])
@@ -249,8 +292,9 @@ def test_an_engine_tells_after_each_step_and_at_a_reset() -> None:
         engine.on_cache_events = lambda events: batches.append(list(events))
         engine.generate([PROMPT], SHORT, cache_salt="anna")
         engine.reset_prefix_cache()
-    cleared, of_prompt, *of_answer, last = batches
-    assert ([CacheCleared()], [CacheCleared()]) == (cleared, last)
+        all_cleared = [cleared(manager_of(engine))]
+    first, of_prompt, *of_answer, last = batches
+    assert (all_cleared, all_cleared) == (first, last)
     (event,) = of_prompt
     assert isinstance(event, BlocksStored)
     assert ("anna", tuple(PROMPT.encode()[:12]), 4) == (event.salt, event.tokens, event.block_size)

@@ -146,7 +146,7 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
 
 
 WITHOUT_ARGUMENTS = {"reset_prefix_cache", "stop_events", "published", "audit", "stats", "usage", "eviction"}
-WITHOUT_ARGUMENTS |= {"num_free_rows", "num_held_pages"}
+WITHOUT_ARGUMENTS |= {"num_free_rows", "num_held_pages", "layout"}
 
 
 def test_every_verb_is_listed_here() -> None:

@@ -22,6 +22,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from kvframe.hosting import page_writer
 from kvframe.planning.plan import KVCachePlan
+from kvframe.routing import PrefixIndex
 from tests.cache.plans import encoder, full, make_plan, ranged
 from tests.cache.test_manager import SPECS
 from tests.support.stores import SHELVES, Shelf, ShelfStore
@@ -34,7 +35,7 @@ class Device:
 
     def __init__(self, plan: KVCachePlan, host_slabs: int, *, stores: bool, flushes: bool = True) -> None:
         self.flushes = flushes
-        self.plan = plan
+        self.plan, self.has_stores = plan, stores
         self.pool = torch.zeros(plan.total_bytes, dtype=torch.uint8)
         host = HostStorage(plan, self.pool, host_slabs) if host_slabs else None
         self.manager = KVCacheManager(plan, max_num_seqs=3, host_pages=host, audited=True)
@@ -42,6 +43,7 @@ class Device:
         page_stores = [ShelfStore(shelf="one")] if stores else []
         pages = StoredPages(storage, page_stores, bytes(32), lambda: ["plan"]) if stores else None
         self.tiers = Tiers(self.manager, host, pages, bytes(32))
+        self.events, self.index = self.manager.record_events(bytes(32)), PrefixIndex(bytes(32))
 
     def page(self, group: int, block_id: int) -> torch.Tensor:
         start = block_id * self.plan.block_id_bytes
@@ -62,6 +64,8 @@ class Device:
             cache_tokens=array("I", tokens), token_ids=array("I", tokens), cache_salt="", input_sequences=inputs,
             num_prompt_tokens=len(tokens),
         )  # fmt: skip
+        self.index.apply("here", self.events.take())
+        expected_hit = self.index.hits(tokens, inputs=inputs)["here"]
         self.tiers.begin(request)
         while not self.tiers.is_ready(request):
             self.tiers.wait()
@@ -69,6 +73,8 @@ class Device:
             assert self.tiers.restore(request) is not None, "nothing runs"
         hit = self.manager.start(name, request.token_ids, inputs=inputs)
         self.tiers.drop(request)
+        # Another engine may have given the stores more.
+        assert hit == expected_hit or (self.has_stores and hit > expected_hit)
         missing = self.manager.missing_inputs(name)
         for planned, ids in zip(self.plan.groups, self.manager.block_ids(name), strict=True):
             if planned.is_of_input:

@@ -44,6 +44,7 @@ FLOW = (
     ("config",),
     ("planning",),
     ("cache",),
+    ("routing",),
     ("selection",),
     ("attention",),
     ("hosting",),
@@ -88,11 +89,12 @@ ALSO_TORCH_FREE = (
     "kvframe.cli.check",
     "kvframe.cli.plan",
     "kvframe.cli.plugins",
+    "kvframe.routing",
 )
 
-# The imports that plugins and their tests may have: the names of ``kvframe``, the contract, the test kit, and what
-# commands share.
-PUBLIC = re.compile(r"kvframe|kvframe\.(contract|testing)(\.\w+)?|kvframe\.cli\.(options|pages|render)")
+# The imports that plugins and their tests may have: the names of ``kvframe`` and ``kvframe.routing``, the contract, the
+# test kit, and what commands share.
+PUBLIC = re.compile(r"kvframe(\.routing)?|kvframe\.(contract|testing)(\.\w+)?|kvframe\.cli\.(options|pages|render)")
 PLUGIN_FILES = sorted((ROOT / "plugins").glob("*/src/**/*.py"))
 
 
