@@ -40,6 +40,9 @@ _DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
 _SERVED = ("adapter", "logits_processor", "proposer")
 """The kinds whose tests need the engine."""
 
+_COMPUTE = ("adapter", "backend", "logits_processor", "wrapper")
+"""The kinds that import torch."""
+
 
 @click.command("new-plugin", short_help="Write a plugin that works, with its tests.")
 @click.argument("name", type=TEXT_TYPE)
@@ -88,7 +91,8 @@ def render(name: str, kind: str) -> dict[str, str]:
         "{description}": _DESCRIPTIONS[kind],
         "{api}": f"v{API_VERSION.replace('.', '_')}",
         "{keyword}": _dashed(kind),
-        "{test}": '"kvframe-engine>=0.9", "pytest>=8"' if kind in _SERVED else '"pytest>=8"',
+        "{dependencies}": _quoted("attrs>=23.2", "kvframe>=0.9", *["torch>=2.11"] * (kind in _COMPUTE)),
+        "{test}": _quoted("kvframe-engine>=0.9" if kind in _SERVED else "torch>=2.11", "pytest>=8"),
     }
     return {
         str(path.relative_to(root)).removesuffix(SUFFIX).replace("own_part", name): _replaced(path, words)
@@ -106,6 +110,10 @@ def _replaced(path: Path, words: Mapping[str, str]) -> str:
     for word, value in words.items():
         text = text.replace(word, value)
     return text
+
+
+def _quoted(*requirements: str) -> str:
+    return ", ".join(f'"{requirement}"' for requirement in requirements)
 
 
 def _dashed(name: str) -> str:

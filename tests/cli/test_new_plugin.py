@@ -76,7 +76,7 @@ def test_what_is_written_is_typed(baked: Path) -> None:
 def test_no_word_of_the_templates_is_left(baked: Path) -> None:
     texts = [path.read_text() for path in baked.rglob("*") if path.is_file()]
     assert 16 * 7 <= len(texts)
-    words = ("own_part", "own-part", "OwnPart", "{description}", "{api}", "{keyword}")
+    words = ("own_part", "own-part", "OwnPart", "{description}", "{api}", "{keyword}", "{dependencies}", "{test}")
     for text in texts:
         assert not any(word in text for word in words)
 

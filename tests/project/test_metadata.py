@@ -14,13 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from kvframe.cli.new_plugin import render
+from kvframe.cli.new_plugin import _DESCRIPTIONS, render
+from kvframe.loading.plugins import load_plugins
 from tests.project.metadata import FOLDERS, ROOT, completed, project_of, sibling_range, system_of, with_sibling_ranges
 
 WRITE = "run python -m tests.project.metadata"
 SOURCE = project_of(ROOT)["urls"]["Source"]
 NOT_IN_ALL = {"kvframe-flash-attn": "flash-attn", "kvframe-flashinfer": "flashinfer", "kvframe-vllm": "vllm"}
 """The extras that ``kvframe[all]`` leaves out: they need a GPU, or decide which torch is installed."""
+
+IMPORTS_TORCH = r"^(import torch|from torch[. ])"
 
 BUILD = """
 import sys
@@ -69,6 +72,17 @@ def test_the_extra_all_has_every_plugin_with_every_extra() -> None:
             wanted.add(f"{project['name']}{named}{sibling_range(project['version'])}")
     everything = project_of(ROOT)["optional-dependencies"]["all"]
     assert sorted(wanted) == sorted(everything)
+
+
+def test_a_distribution_that_computes_requires_torch() -> None:
+    """One with a spec or a format does not, because layers are planned without torch; nor does the core."""
+    registry = load_plugins().registry
+    planned = {names.get(name).owner for names in (registry.specs, registry.formats) for name in names.names()}
+    for folder in [ROOT, *FOLDERS]:
+        project = project_of(folder)
+        texts = (path.read_text(encoding="utf-8") for path in folder.glob("src/**/*.py"))
+        computes = any(re.search(IMPORTS_TORCH, text, re.MULTILINE) for text in texts)
+        assert ("torch>=2.11,<3" in project["dependencies"]) == (computes and project["name"] not in planned), folder
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -137,3 +151,12 @@ def test_a_plugin_that_an_author_starts_with_can_be_published_too() -> None:
     assert ["kvframe", "page-store"] == project["keywords"]
     assert (ROOT / "LICENSE").read_text() == files["LICENSE"]
     assert ["attrs>=23.2", "kvframe>=0.9"] == project["dependencies"]
+
+
+@pytest.mark.parametrize("kind", _DESCRIPTIONS)
+def test_a_plugin_that_an_author_starts_with_requires_torch_if_it_imports_it(kind: str) -> None:
+    files = render("mine", kind)
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    sources = [text for path, text in files.items() if path.startswith("src")]
+    imports = any(re.search(IMPORTS_TORCH, text, re.MULTILINE) for text in sources)
+    assert imports == ("torch>=2.11" in project["dependencies"])

@@ -8,4 +8,4 @@ from kvframe.contract import Register, hookimpl
 @hookimpl
 def kvframe_register_wrappers(register: Register) -> None:
     """Register the wrapper that keeps generating tokens."""
-    register("decode_only", "kvframe_decode_only.wrapper:DecodeOnly")
+    register("decode_only", "kvframe_decode_only.wrapper:DecodeOnly", needs="torch")
