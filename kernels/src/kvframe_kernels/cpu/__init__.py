@@ -1,1 +1,1 @@
-"""Attention over paged caches on a CPU: C++ that is compiled for the machine at first use, and a torch reference."""
+"""Attention over paged caches on a CPU: C++, compiled in the wheel or at first use, and a torch reference."""
