@@ -58,10 +58,15 @@ def explain(
     MODEL_OR_CONFIG is what `kvframe plan` takes; no weights are read.
     """
     from kvframe.hosting.setup import Setup
+    from kvframe.planning.recognise import find_reader
 
     stack = read_stack(stack_file, model={"device": device, "dtype": dtype})
     registry = load_checked_plugins(stack).registry
-    setup = Setup.read(find_model(model, weights=False), stack, registry)
+    path = find_model(model, weights=False)
+    reader = find_reader(path, registry)
+    setup = Setup.read(path, stack, registry, reader=reader)
+    dtype = setup.stack.model.dtype
+    lacks = reader.share_of_rank(path, setup.description, dtype=dtype, num_ranks=1).lacks
     eviction = _in_words(setup.eviction_policy)
     tiers = _names_of_tiers(setup)
     description, note = setup.description, setup.note
@@ -71,11 +76,11 @@ def explain(
         _explain(layer, setup.grouping, choices.get(layer.name), backends) for layer in setup.all_layers if layer.spec
     ]
     if html is not None:
-        all_notes = (note, f"cached pages are evicted by {eviction}", _tiers_in_words(tiers))
+        all_notes = (note, f"cached pages are evicted by {eviction}", _tiers_in_words(tiers), *lacks)
         notes = [note_text for note_text in all_notes if note_text]
         write_page(html, "explain.html", _page(description.name, explanations, registry, notes))
     if as_json:
-        eviction_and_tiers = {"eviction": eviction, "tiers": tiers}
+        eviction_and_tiers = {"eviction": eviction, "tiers": tiers, "lacks": list(lacks)}
         print_json({"model": description.name, "note": note, **eviction_and_tiers, "layers": explanations})
         return
     _print(description.name, explanations, registry, verbose)
@@ -85,6 +90,8 @@ def explain(
         print_note(f"cached pages are evicted by the policy {eviction}")
     if tiers:
         print_note(_tiers_in_words(tiers))
+    for sentence in lacks:
+        print_note(sentence)
 
 
 def _names_of_tiers(setup: Setup) -> list[str]:

@@ -16,6 +16,7 @@ from .choice import find_chosen as find_chosen
 from .decoding import decode_by_windows as decode_by_windows
 from .description import LayerDescription as LayerDescription
 from .description import ModelDescription as ModelDescription
+from .description import ModelShare as ModelShare
 from .description import Pooling as Pooling
 from .description import PoolingMode as PoolingMode
 from .entries import EntryStep as EntryStep

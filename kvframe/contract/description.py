@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import attrs
 
+from kvframe.contract.errors import ModelError
+
 
 @attrs.frozen(kw_only=True)
 class LayerDescription:
@@ -32,6 +34,24 @@ class LayerDescription:
     shares_with: str | None = None
     entry_of: str | None = None
     inputs: frozenset[str] = frozenset()
+
+    def share_of_heads(self, num_ranks: int) -> LayerDescription:
+        """Return the layer with the heads of one of several equal ranks.
+
+        If there are fewer KV heads than ranks, each rank has one of them, and several ranks have the same one. A layer
+        without KV heads, such as one that keeps a latent vector or a state, keeps all of it on each rank.
+
+        Raises:
+            ModelError: The ranks do not divide the heads.
+        """
+        options, query = dict(self.options), dict(self.query)
+        for heads, key in ((query, "num_heads"), (options, "num_kv_heads")):
+            number = heads.get(key, num_ranks)
+            if number % num_ranks and (key == "num_heads" or num_ranks % number):
+                raise ModelError(f"layer {self.name!r} has {key} = {number}, which {num_ranks} ranks do not divide")
+            if key in heads:
+                heads[key] = max(1, number // num_ranks)
+        return attrs.evolve(self, options=options, query=query)
 
 
 PoolingMode = Literal["mean", "cls", "last"]
@@ -81,3 +101,24 @@ class ModelDescription:
     num_prediction_heads: int = 0
     sampling: Mapping[str, Any] = attrs.field(factory=dict)
     prediction_layers: tuple[LayerDescription, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class ModelShare:
+    """What one of several equal ranks holds of a model, known before anything is loaded.
+
+    Attributes:
+        layers: The model's layers, with the heads of one rank.
+        weight_bytes: The bytes of the rank's weights on its device; None if that is not known.
+        num_parameters: The number of its weights; None if that is not known.
+        weights: What is counted, in words (``"8,030,261,248 parameters in bfloat16"``).
+        refusal: Why ``load`` cannot divide the model over so many ranks; None if it can.
+        lacks: What ``load`` would lack on this machine, or do otherwise here, one sentence each.
+    """
+
+    layers: tuple[LayerDescription, ...]
+    weight_bytes: int | None = None
+    num_parameters: int | None = None
+    weights: str = ""
+    refusal: str | None = None
+    lacks: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import attrs
 
 from kvframe.contract.decoding import decode_by_windows
-from kvframe.contract.description import ModelDescription, Pooling
+from kvframe.contract.description import ModelDescription, ModelShare, Pooling
 from kvframe.contract.errors import ModelError, RequestError
 from kvframe.contract.growth import Growing
 
@@ -472,6 +472,14 @@ class ModelAdapter(Growing, ABC):
         Called on rank 0, for a draft model. The default is ``load``: right for an adapter that divides no model.
         """
         return self.load(path, device=device, dtype=dtype)
+
+    def share_of_rank(self, path: Path, description: ModelDescription, *, dtype: str, num_ranks: int) -> ModelShare:
+        """Return what each of ``num_ranks`` processes would hold of a model, without loading it.
+
+        Called by ``kvframe plan`` and ``kvframe explain``, after ``describe``. The default divides heads, and does not
+        know the weights. Raises ``ModelError`` if no rank could have an equal share.
+        """
+        return ModelShare(layers=tuple(layer.share_of_heads(num_ranks) for layer in description.layers))
 
     def adopt(self, model: Any, tokenizer: Any) -> ModelInMemory | None:
         """Take a model that is in memory already, with its tokenizer or None; None, the default, for an unknown object.

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvframe.contract.specs import LayerSpec
     from kvframe.loading.registry import Registry
     from kvframe.planning.plan import KVCachePlan
+    from kvframe.planning.recognise import FoundAdapter
     from kvframe.selection.choice import Choice
 
 
@@ -99,7 +100,15 @@ class Setup:
         )
 
     @classmethod
-    def read(cls, path: Path, stack: Stack, registry: Registry, *, runs_here: bool = True) -> Setup:
+    def read(
+        cls,
+        path: Path,
+        stack: Stack,
+        registry: Registry,
+        *,
+        runs_here: bool = True,
+        reader: FoundAdapter | LayerFiles | None = None,
+    ) -> Setup:
         """Describe the model at a path without its weights, and set it up.
 
         Args:
@@ -108,12 +117,13 @@ class Setup:
             registry: Where names are looked up.
             runs_here: Whether the model would run on this machine; if not, it is planned for another one. A layer file
                 is then planned without torch, which alone knows this machine's devices.
+            reader: What reads the path; looked up unless given.
 
         Raises:
             ModelError: The path is not a model, or is a model that no adapter can describe.
             KVFrameError: What else ``of`` raises.
         """
-        reader = find_reader(path, registry)
+        reader = find_reader(path, registry) if reader is None else reader
         if runs_here or not isinstance(reader, LayerFiles):
             stack = stack.with_device()
         stack = with_dtype(stack, path, reader, runs_here=runs_here)

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from kvframe.config.options import MODEL_DTYPES
-from kvframe.contract.description import LayerDescription, ModelDescription
-from kvframe.contract.errors import FileError, ModelError, UnknownNameError, shown
+from kvframe.contract.description import LayerDescription, ModelDescription, ModelShare
+from kvframe.contract.errors import FileError, ModelError, StackError, UnknownNameError, shown
 from kvframe.contract.files import read_json, read_toml
+from kvframe.contract.sizes import parse_bytes
 from kvframe.contract.specs import ENCODER
 from kvframe.loading.checks import MAX_WHOLE
 
 _MAX_LAYERS = 10_000
-_FILE_KEYS = ("name", "max_model_len", "dtype", "max_encoder_len", "repeat", "layers")
+_FILE_KEYS = ("name", "max_model_len", "dtype", "weights", "max_encoder_len", "repeat", "layers")
 _ENTRY_KEYS = ("name", "names", "count", "kind", "shares_with", "query")
 _QUERY_KEYS = ("num_heads", "head_size", "scale", "soft_cap", "has_sinks", "relative_bias", "alibi_slopes")
 
@@ -70,6 +71,21 @@ class LayerFiles:
         if dtype is None or dtype in MODEL_DTYPES:
             return dtype
         raise ModelError(f"{path}: dtype must be one of {', '.join(MODEL_DTYPES)}, not {shown(dtype)}")
+
+    def share_of_rank(self, path: Path, description: ModelDescription, *, dtype: str, num_ranks: int) -> ModelShare:
+        """Return the layers with the heads of one rank, and an equal part of the weights that the file names."""
+        weights, layers = (
+            parse_file(path).get("weights"),
+            [layer.share_of_heads(num_ranks) for layer in description.layers],
+        )
+        if weights is None:
+            return ModelShare(layers=tuple(layers))
+        try:
+            num_bytes = parse_bytes(weights)
+        except StackError as error:
+            raise ModelError(f"{path}: weights: {error}") from error
+        words = "as the file says" + (f", divided by {num_ranks}" if num_ranks > 1 else "")
+        return ModelShare(layers=tuple(layers), weight_bytes=-(-num_bytes // num_ranks), weights=words)
 
 
 def parse_file(path: Path) -> Any:

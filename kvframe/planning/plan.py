@@ -25,6 +25,10 @@ _MAX_PAGES_PER_SLAB = 64
 _MAX_BLOCK_ID = 2**31 - 1
 
 
+class TooLittleMemoryError(PlanError):
+    """The memory does not hold one slab for each group."""
+
+
 @attrs.frozen(kw_only=True)
 class PlannedGroup:
     """One group's part of the plan.
@@ -121,8 +125,17 @@ class KVCachePlan:
 
         Groups of states are left out, because their bytes do not depend on the number of tokens.
         """
-        groups = (group for group in self.groups if not group.is_of_input and not group.spec.is_per_block)
+        return sum(-(-group.page_bytes // group.block_size) for group in self._groups_of_tokens)
+
+    @property
+    def growing_bytes_per_token(self) -> int:
+        """Bytes that one more token takes at the greatest length: those of groups that keep every token for good."""
+        groups = (group for group in self._groups_of_tokens if group.keeps_all(max(1, self.max_model_len - 1)))
         return sum(-(-group.page_bytes // group.block_size) for group in groups)
+
+    @property
+    def _groups_of_tokens(self) -> list[PlannedGroup]:
+        return [group for group in self.groups if not group.is_of_input and not group.spec.is_per_block]
 
     @property
     def bytes_per_request(self) -> int:
@@ -245,6 +258,15 @@ class KVCachePlan:
         """Whether a request of ``max_model_len`` tokens with the longest inputs fits the pool; then all do."""
         return self.num_slabs_for(group.peak_blocks for group in self.groups) <= self.num_slabs
 
+    @property
+    def longest_request(self) -> int:
+        """The most tokens of a request that fits alone, with the longest inputs; 0 if none fits."""
+        low, high = 0, self.max_model_len + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits(middle) else (low, middle)
+        return low
+
     def max_concurrency(self, num_tokens: int | None = None) -> int | None:
         """Return how many requests of ``num_tokens`` tokens, ``max_model_len`` unless given, fit at once.
 
@@ -311,6 +333,7 @@ class KVCachePlan:
             "memory_bytes": self.memory_bytes,
             "total_bytes": self.total_bytes,
             "bytes_per_token": self.bytes_per_token,
+            "growing_bytes_per_token": self.growing_bytes_per_token,
             "bytes_per_request": self.bytes_per_request,
             "bytes_per_input_token": dict(self.bytes_per_input_token),
             "waste_fraction": self.waste_fraction,
@@ -416,7 +439,7 @@ def _num_slabs(memory_bytes: int, null_bytes: int, slab_bytes: int, block_id_byt
     """Return how many slabs fit the memory; raise ``PlanError`` if they are too few, or too many."""
     num_slabs = max(0, (memory_bytes - null_bytes) // slab_bytes) if num_groups else 0
     if num_slabs < num_groups:
-        raise PlanError(
+        raise TooLittleMemoryError(
             f"{memory_bytes} bytes hold {num_slabs} slabs of {slab_bytes} bytes, but each of the {num_groups} "
             f"groups needs one; give at least {null_bytes + num_groups * slab_bytes} bytes"
         )

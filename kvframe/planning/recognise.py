@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvframe.config.options import MODEL_DTYPES
-from kvframe.contract.description import ModelDescription
+from kvframe.contract.description import ModelDescription, ModelShare
 from kvframe.contract.errors import FileError, KVFrameError, ModelError, PluginError, shown
 from kvframe.contract.files import exists
 from kvframe.contract.foreign import call, safe_repr
@@ -77,6 +78,14 @@ class FoundAdapter:
         raise PluginError(
             f"{self.whose}: dtype_of() must return None or one of {', '.join(MODEL_DTYPES)}, not {safe_repr(dtype)}"
         )
+
+    def share_of_rank(self, path: Path, description: ModelDescription, *, dtype: str, num_ranks: int) -> ModelShare:
+        """Return what each of several ranks would hold; raise ``KVFrameError`` if the adapter refuses or fails."""
+        ask = partial(self.adapter.share_of_rank, path, description, dtype=dtype, num_ranks=num_ranks)
+        share: Any = call(f"{self.whose}: share_of_rank()", ask, passes=(KVFrameError,))
+        if isinstance(share, ModelShare):
+            return share
+        raise PluginError(f"{self.whose}: share_of_rank() must return a ModelShare, not {safe_repr(share)}")
 
     def load(self, path: Path, *, device: str, dtype: str, whole: bool = False) -> LoadedModel:
         """Return the loaded model; raise ``KVFrameError`` if the adapter refuses or fails.

@@ -408,7 +408,7 @@ head_size = 64
 def test_a_layer_file_states_layers_without_a_query_side(tmp_path: Path) -> None:
     file = tmp_path / "hybrid.toml"
     file.write_text(LAYER_FILE)
-    result = CliRunner().invoke(main, ["plan", str(file), "--memory", "64MiB", "--dtype", "bfloat16", "--json"])
+    result = CliRunner().invoke(main, ["plan", str(file), "--cache-memory", "64MiB", "--dtype", "bfloat16", "--json"])
     assert 0 == result.exit_code, result.output
     states, keys = json.loads(result.stdout)["groups"]
     assert ["layers.0.mixer", "layers.1.mixer", "layers.2.mixer"] == states["layers"]

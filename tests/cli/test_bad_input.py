@@ -159,7 +159,8 @@ def test_saved_prefixes_replace_only_such_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory", ["10EiB", "9" * 500 + "GiB", "2000000TiB", "1e400"])
 def test_a_size_beyond_any_machine_is_refused(memory: str) -> None:
-    assert error_of("plan", LAYERS, "--memory", memory).startswith("--memory must be 'auto', a number of bytes, or a")
+    for option in ("--memory", "--cache-memory"):
+        assert error_of("plan", LAYERS, option, memory).startswith(f"Invalid value for '{option}': ")
 
 
 @pytest.mark.parametrize("option", ["--max-model-len", "--block-size", "--num-tokens"])
@@ -446,7 +447,7 @@ def test_a_mistake_in_the_options_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ("--memry", "No such option '--memry'; did you mean '--memory'?"),
+        ("--blok-size", "No such option '--blok-size'; did you mean '--block-size'?"),
         ("--jsom", "No such option '--jsom'; did you mean '--json'?"),
         ("--unheard-of", "No such option '--unheard-of'; see `main plan --help`"),
     ],

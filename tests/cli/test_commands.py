@@ -71,7 +71,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def test_plan_prints_the_plan_as_json(layers: Path) -> None:
-    plan = run_json("plan", layers, "--memory", "16MiB", "--dtype", "bfloat16")
+    plan = run_json("plan", layers, "--cache-memory", "16MiB", "--dtype", "bfloat16")
     assert [3 * 8192, 8192] == [group["page_bytes"] for group in plan["groups"]]
     assert [["l.0", "l.1", "l.2"], ["l.3"]] == [group["layers"] for group in plan["groups"]]
     assert [16, 16] == [group["block_size"] for group in plan["groups"]]
@@ -114,11 +114,11 @@ def test_plan_takes_a_stack(layers: Path, tmp_path: Path) -> None:
 def test_an_option_wins_over_the_stack(layers: Path, tmp_path: Path) -> None:
     stack = tmp_path / "stack.toml"
     stack.write_text('[cache]\nmemory = "8MiB"\n')
-    assert 2**24 == run_json("plan", layers, "--stack", stack, "--memory", "16MiB")["memory_bytes"]
+    assert 2**24 == run_json("plan", layers, "--stack", stack, "--cache-memory", "16MiB")["memory_bytes"]
 
 
 def test_plan_is_aligned_text_in_a_pipe(layers: Path) -> None:
-    lines = run("plan", layers, "--memory", "16MiB").stdout.splitlines()
+    lines = run("plan", layers, "--cache-memory", "16MiB").stdout.splitlines()
     assert "paper: 4 layers" == lines[0]
     assert lines[1].index("kind") == lines[2].index("sliding_window") == lines[3].index("full_attention")
     assert "3: l.{0-2}" in lines[2]
@@ -127,7 +127,7 @@ def test_plan_is_aligned_text_in_a_pipe(layers: Path) -> None:
 
 @pytest.mark.parametrize("memory", ["8MiB", "auto"])
 def test_plan_states_the_allocation_of_a_run(model: Path, memory: str) -> None:
-    arguments = () if memory == "auto" else ("--memory", memory)
+    arguments = () if memory == "auto" else ("--cache-memory", memory)
     planned = run_json("plan", model, *arguments)
     with Engine.from_pretrained(model, stack=Stack.from_mapping({"cache": {"memory": memory}})) as engine:
         assert planned["total_bytes"] == engine.stats().cache_bytes
@@ -141,7 +141,7 @@ def test_plan_states_the_host_memory_of_a_run(model: Path, tmp_path: Path) -> No
     with Engine.from_pretrained(model, stack=Stack.from_file(stack)) as engine:
         assert planned["host_bytes"] == manager_of(engine)._swapper._host_pages.bytes.numel()  # type: ignore[union-attr]
     assert "for evicted blocks and preempted requests" in run("plan", model, "--stack", stack).stdout
-    assert 0 == run_json("plan", model, "--memory", "8MiB")["host_bytes"]
+    assert 0 == run_json("plan", model, "--cache-memory", "8MiB")["host_bytes"]
 
 
 def test_plan_says_what_tiers_hold(layers: Path, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_explain_says_where_prefixes_are_found(layers: Path, tmp_path: Path) -> 
 
 def test_plan_reads_a_config_alone(tmp_path: Path) -> None:
     tiny_config("gemma3_text").save_pretrained(tmp_path)
-    plan = run_json("plan", tmp_path / "config.json", "--memory", "8MiB")
+    plan = run_json("plan", tmp_path / "config.json", "--cache-memory", "8MiB")
     assert [3, 1] == [len(group["layers"]) for group in plan["groups"]]
 
 
@@ -224,13 +224,13 @@ def test_states_are_planned_by_request_and_keys_by_token(tmp_path: Path) -> None
     path.write_text(json.dumps({**LAYERS, "layers": [state, {"name": "l", **FULL}]}))
     stack = tmp_path / "stack.toml"
     stack.write_text('[[rules]]\nkind = "mamba"\nspec = { checkpoints = "none" }\n')
-    plan = run_json("plan", path, "--memory", "8MiB", "--stack", stack)
+    plan = run_json("plan", path, "--cache-memory", "8MiB", "--stack", stack)
     assert (2 * 2 * 64 * 4, 3 * 32 * 16 * 4) == (plan["bytes_per_token"], plan["bytes_per_request"])
     assert "the state after the last token" == plan["groups"][0]["live_range"]["words"]
-    shown = run("plan", path, "--memory", "8MiB", "--stack", stack).stdout
+    shown = run("plan", path, "--cache-memory", "8MiB", "--stack", stack).stdout
     assert re.search(r"\n +0  mamba .*\n +1  full_attention .*\n\nPages\n.*\n +0  float32 +all  ", shown)
     assert "  each request    6.00 KiB at most, whatever its length\n" in shown
-    assert "  one more token  1.00 KiB while every group keeps it\n" in shown
+    assert "  one more token  1.00 KiB at any length\n" in shown
 
 
 def test_rollback_states_are_a_group_of_their_own(tmp_path: Path) -> None:
@@ -239,13 +239,13 @@ def test_rollback_states_are_a_group_of_their_own(tmp_path: Path) -> None:
     path.write_text(json.dumps({**LAYERS, "layers": [state, {"name": "l", **FULL}]}))
     stack = tmp_path / "stack.toml"
     stack.write_text('[[rules]]\nkind = "mamba"\nspec = { num_draft_tokens = 3 }\n')
-    plan = run_json("plan", path, "--memory", "8MiB", "--stack", stack)
+    plan = run_json("plan", path, "--cache-memory", "8MiB", "--stack", stack)
     states, rollback, _ = plan["groups"]
     assert (3 * 2048, 9 * 2048) == (states["page_bytes"], rollback["page_bytes"])
     assert {"kind": "rollback", "block_size": 16, "num_states": 3} == rollback["spec"]
     assert states["layers"] == rollback["layers"]
     assert (4 * 3 + 2 * 9) * 2048 == plan["bytes_per_request"]
-    shown = run("plan", path, "--memory", "8MiB", "--stack", stack).stdout
+    shown = run("plan", path, "--cache-memory", "8MiB", "--stack", stack).stdout
     assert re.search(r"\n +1  rollback .*  the state after the last token,\s+until its\s+block ends\n", shown)
     explained = run_json("explain", path, "--stack", stack)["layers"]
     assert [(0, 1)] * 3 + [(2, None)] == [(each["group"], each["rollback_group"]) for each in explained]
@@ -257,12 +257,12 @@ def test_inputs_are_planned_by_their_own_tokens(tmp_path: Path) -> None:
     cross = {"name": "c.{}", "count": 2, "kind": "cross_attention", "num_kv_heads": 2, "head_size": 64}
     layers = [{"name": "l", **FULL}, cross]
     path.write_text(json.dumps({**LAYERS, "max_encoder_len": 100, "layers": layers}))
-    plan = run_json("plan", path, "--memory", "8MiB")
+    plan = run_json("plan", path, "--cache-memory", "8MiB")
     assert (1024, 0, {"encoder": 2048}) == tuple(
         plan[name] for name in ("bytes_per_token", "bytes_per_request", "bytes_per_input_token")
     )
     assert "every encoder token" == plan["groups"][1]["live_range"]["words"]
-    shown = run("plan", path, "--memory", "8MiB").stdout
+    shown = run("plan", path, "--cache-memory", "8MiB").stdout
     assert "  one encoder token  2.00 KiB; 200.00 KiB for the longest input, 100\n" in shown
 
 
@@ -531,8 +531,12 @@ def test_a_missing_stack_is_one_line(layers: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("--memory", "2 potatoes", "--memory must be 'auto', a number of bytes, or a size like"),
-        ("--memory", "1KiB", "give at least"),
+        (
+            "--cache-memory",
+            "2 potatoes",
+            "Invalid value for '--cache-memory': '2 potatoes' is not a size",
+        ),
+        ("--cache-memory", "1KiB", "give at least"),
         ("--max-model-len", 5000, "is more than the 4096 tokens that paper takes"),
     ],
 )

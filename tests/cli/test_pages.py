@@ -23,7 +23,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 def page_of(path: Path, model: str | Path, *options: str) -> str:
     file = path / "page.html"
-    result = run("plan", str(model), "--memory", "1GiB", "--html", str(file), *options)
+    result = run("plan", str(model), "--cache-memory", "1GiB", "--html", str(file), *options)
     assert result.exit_code == 0, result.output
     return file.read_text(encoding="utf-8")
 
@@ -71,7 +71,7 @@ def test_a_name_cannot_end_the_data(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "nowhere" / "page.html"
     result = CliRunner().invoke(
-        main, ["plan", str(LAYERS / "llama_3_1_8b.toml"), "--memory", "1GiB", "--html", str(file)]
+        main, ["plan", str(LAYERS / "llama_3_1_8b.toml"), "--cache-memory", "1GiB", "--html", str(file)]
     )
     assert "page.html cannot be written: " in " ".join(result.output.split())
 
@@ -81,7 +81,7 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
     assert "gemma" in page_of(tmp_path, LAYERS / "gemma_3_27b.json")
     model = tmp_path / "layers.toml"
     model.write_bytes((LAYERS / "llama_3_1_8b.toml").read_bytes())
-    result = run("plan", str(model), "--memory", "1GiB", "--html", str(model))
+    result = run("plan", str(model), "--cache-memory", "1GiB", "--html", str(model))
     assert "exists and is not a page; name another file" in " ".join(result.output.split())
     assert model.read_bytes() == (LAYERS / "llama_3_1_8b.toml").read_bytes()
 

@@ -157,7 +157,7 @@ def test_text_shows_each_prompt_and_its_result(here: Path) -> None:
 
 
 def test_plan_counts_every_byte_of_a_page(here: Path) -> None:
-    window, full = run_json("plan", "hybrid", "--memory", "1MiB")["groups"]
+    window, full = run_json("plan", "hybrid", "--cache-memory", "1MiB")["groups"]
     # Layers, tokens of a block, keys and values, heads, head size, bytes of a float32.
     assert 3 * 16 * 2 * 2 * 16 * 4 == window["page_bytes"]
     assert 1 * 16 * 2 * 2 * 16 * 4 == full["page_bytes"]
@@ -172,13 +172,13 @@ def test_plan_has_the_keys_of_its_contract(here: Path) -> None:
 def test_memory_left_to_kvframe_holds_the_most_requests_of_the_greatest_length(here: Path) -> None:
     stack = write(here / "stack.toml", "[limits]\nmax_num_seqs = 3\n")
     assert 3 == run_json("plan", "text", "--stack", stack)["max_concurrency"]
-    assert 3 == run_json("plan", "text", "--stack", stack, "--memory", "auto")["max_concurrency"]
+    assert 3 == run_json("plan", "text", "--stack", stack, "--cache-memory", "auto")["max_concurrency"]
 
 
 @pytest.mark.parametrize("model", ["huge", "huge/config.json"])
 def test_a_published_giant_is_planned_from_its_config_alone(here: Path, model: str) -> None:
     assert ["config.json"] == os.listdir("huge")
-    (group,) = run_json("plan", model, "--memory", "64GiB", "--dtype", "bfloat16")["groups"]
+    (group,) = run_json("plan", model, "--cache-memory", "64GiB", "--dtype", "bfloat16")["groups"]
     # For each token, a latent vector of 512 and the shared rotated part of the keys, 64.
     assert 61 * 16 * (512 + 64) * 2 == group["page_bytes"]
 
@@ -356,6 +356,6 @@ def test_generate_shows_progress_and_colours_on_a_terminal(here: Path) -> None:
 def test_plan_draws_coloured_tables_on_a_terminal(here: Path) -> None:
     layer = {"name": "a", "kind": "full_attention", "num_kv_heads": 2, "head_size": 16}
     layers = write(here / "layers.json", {"max_model_len": 1024, "layers": [layer]})
-    shown = run_on_terminal("plan", layers, "--memory", "16MiB")
+    shown = run_on_terminal("plan", layers, "--cache-memory", "16MiB")
     assert "\x1b[" in shown
     assert "───" in shown

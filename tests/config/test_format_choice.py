@@ -213,7 +213,14 @@ def test_the_plan_shows_how_each_group_is_stored(tmp_path: Path) -> None:
     (tmp_path / "stack.toml").write_text(
         '[cache]\nformat = "int4_token_head"\n[[rules]]\nlayers = "layers.0"\nspec = { format = "plain" }\n'
     )
-    arguments = ["plan", str(tmp_path / "layers.toml"), "--memory", "1MiB", "--stack", str(tmp_path / "stack.toml")]
+    arguments = [
+        "plan",
+        str(tmp_path / "layers.toml"),
+        "--cache-memory",
+        "1MiB",
+        "--stack",
+        str(tmp_path / "stack.toml"),
+    ]
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(main, arguments)
     assert "float32, int4_token_head" in shown.output
     (group,) = json.loads(run(*arguments, "--json").output)["groups"]

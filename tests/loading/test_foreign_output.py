@@ -66,7 +66,7 @@ def noisy(tmp_path: Path) -> Path:
     ("arguments", "printed"),
     [
         (["plugins"], {"printed", "written", "by a child", "ERROR:noise:logged", "printed in a hook"}),
-        (["plan", "layers.toml", "--memory", "1MiB"], {"printed", "written", "printed in a hook"}),
+        (["plan", "layers.toml", "--cache-memory", "1MiB"], {"printed", "written", "printed in a hook"}),
         (["explain", "layers.toml"], {"printed", "written", "printed in a hook", "printed when asked"}),
     ],
     ids=["plugins", "plan", "explain"],

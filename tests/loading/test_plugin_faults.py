@@ -353,6 +353,10 @@ def dtype_of(registry: Registry) -> None:
     find_adapter(Path(__file__), registry).dtype_of(Path(__file__))
 
 
+def share_of_rank(registry: Registry) -> None:
+    find_adapter(Path(__file__), registry).share_of_rank(Path(__file__), MODEL, dtype="float32", num_ranks=1)
+
+
 def load(registry: Registry) -> None:
     find_adapter(Path(__file__), registry).load(Path(__file__), device="cpu", dtype="float32")
 
@@ -428,6 +432,7 @@ INTERFACES = (
             "recognises": describe,
             "describe": describe,
             "dtype_of": dtype_of,
+            "share_of_rank": share_of_rank,
             "load": load,
             "load_whole": load_whole,
             "adopt": adopt,

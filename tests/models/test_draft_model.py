@@ -470,7 +470,7 @@ def test_the_command_line_plans_explains_and_generates_with_it(models: Models, t
     prompts.write_text(json.dumps([PROMPTS[2]]))
 
     path, name = str(model.path), "draft:model.layers.0.self_attn"
-    assert name in run_json("plan", path, "--stack", str(stack), "--memory", "4MiB")["groups"][1]["layers"]
+    assert name in run_json("plan", path, "--stack", str(stack), "--cache-memory", "4MiB")["groups"][1]["layers"]
     explained = {each["layer"]: each for each in run_json("explain", path, "--stack", str(stack))["layers"]}
     assert "kvframe:torch_reference" == explained[name]["backend"] != explained["model.layers.3.self_attn"]["backend"]
     asked = ("generate", path, "--prompt-token-ids", str(prompts), "--max-new-tokens", "12", "--memory", "4MiB")

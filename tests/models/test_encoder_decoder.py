@@ -519,7 +519,7 @@ def test_text_for_an_encoder_of_sound_is_refused_at_the_command_line(tmp_path: A
 
 def test_the_plan_shows_the_encoders_group(tmp_path: Any) -> None:
     save_tiny(tmp_path, "whisper")
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(main, ["plan", str(tmp_path), "--memory", "4MiB"])
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(main, ["plan", str(tmp_path), "--cache-memory", "4MiB"])
     assert 0 == done.exit_code, done.output
     (row,) = [line for line in done.output.splitlines() if "cross_attention" in line]
     assert "every encoder token" in row

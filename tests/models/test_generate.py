@@ -147,7 +147,7 @@ def test_plan_states_the_allocation_of_a_run_to_the_byte(
     models: Any, family: str, options: dict[str, Any], arguments: list[str]
 ) -> None:
     model = models(family)
-    command = ["plan", str(model.path), "--dtype", "float32", "--memory", "4MiB", *arguments, "--json"]
+    command = ["plan", str(model.path), "--dtype", "float32", "--cache-memory", "4MiB", *arguments, "--json"]
     planned = run_json(*command)
     with model.engine(**options) as engine:
         assert planned["total_bytes"] == engine.stats().cache_bytes

@@ -67,7 +67,7 @@ def test_layers_of_a_kind_are_a_group(models: Any, mixture: str) -> None:
 @ALL
 def test_plan_states_the_allocation_to_the_byte_and_wastes_little(models: Any, mixture: str) -> None:
     model = models(mixture)
-    command = ["plan", str(model.path), "--dtype", "float32", "--memory", "4MiB", "--json"]
+    command = ["plan", str(model.path), "--dtype", "float32", "--cache-memory", "4MiB", "--json"]
     planned = run_json(*command)
     with model.engine() as engine:
         assert planned["total_bytes"] == engine.stats().cache_bytes

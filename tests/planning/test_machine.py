@@ -179,11 +179,11 @@ LLAMA_3_1_8B = {
 def test_a_plan_is_for_the_dtype_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_a_cpu_with(monkeypatch)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
-    result = run("plan", str(tmp_path), "--memory", "1GiB")
+    result = run("plan", str(tmp_path), "--cache-memory", "1GiB")
     assert 0 == result.exit_code, result.output
     # 32 layers x 8 heads x 128 x keys and values x 2 bytes
     assert "one more token  128.00 KiB" in result.stdout
-    result = run("plan", str(tmp_path), "--memory", "1GiB", "--dtype", "float32")
+    result = run("plan", str(tmp_path), "--cache-memory", "1GiB", "--dtype", "float32")
     assert "one more token  256.00 KiB" in result.stdout
 
 

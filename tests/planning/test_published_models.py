@@ -124,7 +124,7 @@ def test_a_layer_file_equals_the_layers_of_the_published_config(file: str, tmp_p
 
 @pytest.mark.parametrize("file", PUBLISHED)
 def test_a_published_model_is_planned_and_wastes_next_to_nothing(file: str) -> None:
-    arguments = ["plan", str(LAYER_FILES / file), "--memory", "80GB", "--dtype", "bfloat16"]
+    arguments = ["plan", str(LAYER_FILES / file), "--cache-memory", "80GB", "--dtype", "bfloat16"]
     plan = run_json(*arguments)
     assert plan["waste_fraction"] <= 0.01
     assert plan["total_bytes"] >= 0.99 * 80e9

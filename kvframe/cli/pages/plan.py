@@ -11,10 +11,9 @@ from kvframe.cli.live_range import describe_live_range
 from kvframe.cli.render import compact_names
 
 if TYPE_CHECKING:
-    from kvframe.contract.description import ModelDescription
-    from kvframe.contract.specs import KVCacheSpec, LayerSpec
-    from kvframe.planning.groups import Grouping, KVCacheGroup
-    from kvframe.planning.plan import KVCachePlan
+    from kvframe.contract.specs import KVCacheSpec
+    from kvframe.hosting.setup import Setup
+    from kvframe.planning.groups import KVCacheGroup
 
 _NUM_SAMPLES = 160
 _MOST_RANGES = 40
@@ -23,35 +22,28 @@ _MOST_RANGES = 40
 _NEARLY_EQUAL = 1.5
 
 
-def page_of_plan(
-    description: ModelDescription,
-    layers: Sequence[LayerSpec],
-    grouping: Grouping,
-    cache_plan: KVCachePlan,
-    concurrency: Sequence[Mapping[str, Any]],
-    tiers: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """Return the data of a plan's page."""
-    from kvframe.planning.groups import group_layers
+def page_of_plan(setup: Setup, starts: bool, concurrency: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the data of a plan's page.
 
-    full, equal = group_layers(layers, hybrid=False).groups, _EqualGroups.of(grouping.groups)
-    samples = []
-    for n in _lengths(cache_plan.max_model_len):
-        num_bytes = [_held_bytes(group.spec, group.page_bytes, n) for group in cache_plan.groups]
-        samples.append(
-            {
-                "n": n,
-                "ranges": [_drawn(group.spec.live_ranges(n)) for group in cache_plan.groups],
-                "bytes": num_bytes,
-                "total": sum(num_bytes),
-                "all_full": sum(_held_bytes(group.spec, group.page_bytes, n) for group in full),
-                "equal_groups": equal.held_bytes(n),
-            }
-        )
+    Args:
+        setup: The set-up of the model, or of a rank's share.
+        starts: Whether the memory holds a cache at all.
+        concurrency: How many requests of some lengths fit.
+    """
+    facts = {
+        "num_layers": len(setup.description.layers),
+        "max_model_len": setup.max_model_len,
+        "dtype": setup.stack.model.dtype,
+        "groups": [],
+        "samples": [],
+        "concurrency": [],
+        "tiers": [],
+    }
+    if not starts or not setup.plan.groups:
+        return facts
+    cache_plan = setup.plan
     return {
-        "model": description.name,
-        "num_layers": len(description.layers),
-        "max_model_len": cache_plan.max_model_len,
+        **facts,
         "total_bytes": cache_plan.total_bytes,
         "num_slabs": cache_plan.num_slabs,
         "slab_bytes": cache_plan.slab_bytes,
@@ -69,10 +61,31 @@ def page_of_plan(
             }
             for group in cache_plan.groups
         ],
-        "samples": samples,
+        "samples": _samples(setup),
         "concurrency": list(concurrency),
-        "tiers": list(tiers),
+        "tiers": [attrs.asdict(tier) for tier in setup.tiers()],
     }
+
+
+def _samples(setup: Setup) -> list[dict[str, Any]]:
+    """Return what a sequence keeps at some lengths, in bytes by group, and in caches of other engines."""
+    from kvframe.planning.groups import group_layers
+
+    full, equal = group_layers(setup.all_layers, hybrid=False).groups, _EqualGroups.of(setup.grouping.groups)
+    samples, groups = [], setup.plan.groups
+    for n in _lengths(setup.max_model_len):
+        num_bytes = [_held_bytes(group.spec, group.page_bytes, n) for group in groups]
+        samples.append(
+            {
+                "n": n,
+                "ranges": [_drawn(group.spec.live_ranges(n)) for group in groups],
+                "bytes": num_bytes,
+                "total": sum(num_bytes),
+                "all_full": sum(_held_bytes(group.spec, group.page_bytes, n) for group in full),
+                "equal_groups": equal.held_bytes(n),
+            }
+        )
+    return samples
 
 
 def _lengths(longest: int) -> list[int]:

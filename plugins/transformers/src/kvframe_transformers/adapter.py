@@ -21,6 +21,7 @@ from kvframe.contract import (
     ModelDescription,
     ModelError,
     ModelInMemory,
+    ModelShare,
     UnknownNameError,
 )
 from kvframe_transformers.alibi import DEFAULT_POSITIONS
@@ -48,6 +49,7 @@ from kvframe_transformers.plugin import PACK_WEIGHTS, SETTINGS
 from kvframe_transformers.prediction_heads import describe_heads
 from kvframe_transformers.ranks import num_ranks, options_of_ranks, share_of_rank
 from kvframe_transformers.text_part import class_without, idle_parts, remove_parts, without_timm
+from kvframe_transformers.weight_bytes import count_weights, what_lacks
 
 UNLIMITED = 1 << 20
 """The most tokens of a request if a model has no positions: its states have any length, but tables need a limit."""
@@ -63,6 +65,9 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 class TransformersAdapter(ModelAdapter):
     """Reads folders (or their config.json) in the format of ``save_pretrained``, by transformers' own classes."""
 
+    _described: tuple[Path, _Checkpoint] | None = None
+    """The path that was described last, and what it holds."""
+
     def recognises(self, path: Path) -> bool:
         """Return whether ``path`` has a config that names a model type or architectures."""
         config = read_config_file(path)
@@ -70,14 +75,42 @@ class TransformersAdapter(ModelAdapter):
 
     def describe(self, path: Path) -> ModelDescription:
         """Read the layers by a forward of the model without weights; raise ``ModelError`` if that is not possible."""
-        return _Checkpoint.read(path).description
+        self._described = path, _Checkpoint.read(path)
+        return self._described[1].description
 
     def dtype_of(self, path: Path) -> str | None:
         """Return the dtype that the config names, of the whole model or of its text part."""
         config: Any = read_config(path)
         config_dtype = config.dtype or config.get_text_config(decoder=True).dtype
+        if config_dtype is None and getattr(config, "quantization_config", None):
+            return "bfloat16"  # what is beside the quantized weights has 16 bits
         name = str(config_dtype).removeprefix("torch.")
         return name if name in _DTYPES else None
+
+    def share_of_rank(self, path: Path, description: ModelDescription, *, dtype: str, num_ranks: int) -> ModelShare:
+        """Count the weights of a rank from the config, and divide the layers as ``load`` does.
+
+        If ``load`` cannot divide them, a rank has the heads that other engines would give it.
+        """
+        if self._described is None or self._described[0] != path:
+            self.describe(path)
+        assert self._described is not None
+        config, refusal = _read_config(path), None
+        model = build_without_weights(config, description.name)
+        remove_parts(model, self._described[1].idle_parts)
+        try:
+            layers = share_of_rank(description, model, num_ranks).layers
+        except ModelError as error:
+            layers, refusal = tuple(layer.share_of_heads(num_ranks) for layer in description.layers), str(error)
+        weights = count_weights(model, path if path.is_dir() else None, dtype, num_ranks)
+        return ModelShare(
+            layers=layers,
+            weight_bytes=weights.num_bytes,
+            num_parameters=weights.num_parameters,
+            weights=weights.words,
+            refusal=refusal,
+            lacks=what_lacks(config),
+        )
 
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
         """Load the weights and the tokenizer of a folder; raise ``ModelError`` if the checkpoint is incomplete.
