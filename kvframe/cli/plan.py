@@ -147,11 +147,8 @@ def plan(
     lengths = (sorted(set(num_tokens)) or _listed_lens(max_tokens)) if starts else []
     facts = {"model": setup.description.name} | ({} if device is None else {"device": device_to_dict(device)})
     if html is not None:
-        write_page(
-            html,
-            "plan.html",
-            facts | {"runs_on": stack.model.device} | page_of_plan(setup, starts, _concurrency(setup, lengths)),
-        )
+        page = page_of_plan(setup, starts, _concurrency(setup, lengths))
+        write_page(html, "plan.html", facts | {"runs_on": stack.model.device} | page)
     if as_json:
         print_json(facts | (_to_dict(setup, lengths) if starts else {}))
     else:

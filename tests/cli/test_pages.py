@@ -58,6 +58,31 @@ def test_its_samples_are_what_the_groups_keep(tmp_path: Path) -> None:
     assert [0, 0] == data["samples"][0]["bytes"]
 
 
+def test_a_page_says_dtype_device_and_what_the_device_holds(tmp_path: Path) -> None:
+    file, stack = tmp_path / "page.html", tmp_path / "stack.toml"
+    stack.write_text('[model]\ndevice = "cuda:1"\n', encoding="utf-8")
+    asked = ["plan", str(LAYERS / "gemma_3_27b.json"), "--memory", "80GB", "--html", str(file), "--stack", str(stack)]
+    planned, data = run_json(*asked), data_of(file.read_text(encoding="utf-8"))
+    assert ("bfloat16", "cuda:1", planned["device"]) == (data["dtype"], data["runs_on"], data["device"])
+    if CHROMIUM is not None:
+        shown = shown_by_chromium(file)
+        assert "bfloat16 · on cuda:1 · " in shown
+        assert "weights 50.3 GiB" in shown
+        assert "It starts. The longest request: 131,072 of 131,072 tokens." in shown
+        assert ">every layer keeps every token</text>" in shown
+        assert '<p id="no_cache" hidden' in shown
+
+
+def test_a_model_without_a_cache_has_a_page_that_says_so(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "bert", "bert")
+    page = page_of(tmp_path, tmp_path / "bert")
+    assert ([], "float32") == (data_of(page)["groups"], data_of(page)["dtype"])
+    if CHROMIUM is not None:
+        shown = shown_by_chromium(tmp_path / "page.html")
+        assert '<p id="no_cache">' in shown
+        assert '<div id="of_cache" hidden' in shown
+
+
 def test_a_name_cannot_end_the_data(tmp_path: Path) -> None:
     layers = json.loads((LAYERS / "gemma_3_27b.json").read_text(encoding="utf-8"))
     layers["name"] = "</script><script>alert(1)</script>"
