@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.block_order import BlockIds, Groups
+from kvframe.cache.block_order import BlockIds, Groups, of_groups
 from kvframe.cache.block_pool import NO_OWNER
 from kvframe.cache.block_table import GroupKinds, RowNumbers
 from kvframe.cache.live_range import NEVER, Positions
@@ -72,6 +72,9 @@ class Publisher:
             for pages, stack in zip(self.row_pages, kinds.stacks, strict=True)
             if pages is not stack.ids
         ]
+        # When each block of a stack's groups dies, and the tokens of which every hit is a multiple.
+        self._deaths = [np.stack([kinds.live[group].deaths for group in stack.groups]) for stack in kinds.stacks]
+        self._alignment = kinds.plan.alignment
         # The owner number and the first token of the leaf that grows with each row; ``NEVER`` for no leaf.
         self._leaf_owner = np.full(max_num_seqs, NO_OWNER, dtype=np.int32)
         self._leaf_start = np.full(max_num_seqs, NEVER, dtype=np.int64)
@@ -260,9 +263,10 @@ class Publisher:
     ) -> None:
         """Release dead blocks of rows that run; if they are full blocks of a row's leaf, they become findable before.
 
-        If the pool is nearly full, only blocks that a fork still holds become findable, and the others are freed: only
-        a request that branches off in the middle could use them, and cached blocks that more requests could use would
-        be evicted for them.
+        If the pool is nearly full, most of them are freed: only a request that branches off in the middle could use
+        them, and cached blocks that more requests could use would be evicted for them. Blocks become findable that a
+        fork still holds, or that the longest prefix of the row needs, such as its last state at the end of a block;
+        they take the place of those that its longest prefix needed before.
 
         The arguments are, of each block of table stack ``s``, its group's index in the stack, its row, its index in the
         row, its index in the flat stack (``TableStack.at``), its page, and its group.
@@ -274,7 +278,13 @@ class Publisher:
         is_of_leaf &= self._flat[s][at] == pages
         is_of_leaf &= self._tree.is_needed[s][group_indices, blocks]
         if pool.free_list.is_nearly_full:
-            is_of_leaf &= pool.reference_counts(pages) > 1
+            # A prefix that grows with the next token needs none of the blocks that are dead after it.
+            prefixes = (self._num_computed[rows] + 1) // self._alignment * self._alignment
+            is_of_prefix = is_of_leaf & (self._deaths[s][group_indices, blocks] > prefixes)
+            if np.count_nonzero(is_of_prefix):
+                which = of_groups(group_indices, is_of_prefix)
+                self._evict_before(s, which, rows[is_of_prefix], blocks[is_of_prefix], prefixes[is_of_prefix])
+            is_of_leaf &= is_of_prefix | (pool.reference_counts(pages) > 1)
         owners = self._leaf_owner[rows]
         if np.count_nonzero(is_of_leaf) == len(pages):
             pool.publish_and_release(owners, pages, blocks, groups)
@@ -282,6 +292,26 @@ class Publisher:
         pool.publish_blocks(owners[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
         self._flat[s][at[is_unowned & ~is_of_leaf]] = 0
         pool.release_blocks(pages, groups)
+
+    def _evict_before(
+        self, s: int, group_indices: Positions | int, rows: Positions, blocks: Positions, prefixes: Positions
+    ) -> None:
+        """Evict the cached blocks of rows that lie one prefix before some blocks, and that their prefixes do not need.
+
+        Args:
+            s: The table stack.
+            group_indices: The blocks' groups, by their indices in the stack.
+            rows: Their rows.
+            blocks: Their indices in the rows.
+            prefixes: The tokens of the rows' longest prefixes.
+        """
+        earlier = blocks - self._alignment // self._tree.sizes[s]
+        pages = np.where(earlier < 0, 0, self.row_pages[s][group_indices, rows, earlier])
+        is_left = self._tree.pool.is_cached(pages) & (pages != 0)
+        is_left &= self._tree.pool.owners_of(pages) == self._leaf_owner[rows]
+        is_left &= self._deaths[s][group_indices, earlier] <= prefixes
+        if np.count_nonzero(is_left):
+            self._tree.pool.evict_blocks(pages[is_left])
 
     def refresh_leaf(self, row: int) -> None:
         """Update the leaf of a row, so that the pages of its full blocks have an owner."""
