@@ -11,7 +11,7 @@ import pytest
 import torch
 from kvframe_engine.tiers import tiers
 
-from kvframe import BlocksRemoved, BlocksStored, CacheEvent, Engine, PageRecords, ReadRate, Stack, load_plugins
+from kvframe import BlocksStored, CacheCleared, CacheEvent, Engine, PageRecords, ReadRate, Stack, load_plugins
 from kvframe.contract.errors import StackError
 from kvframe.hosting import page_writer, sealed_store
 from tests.models.serving import GREEDY, TinyModel, ids
@@ -379,18 +379,21 @@ def test_nothing_is_kept_without_prefix_caching(llama: TinyModel, shelf: Shelf) 
 
 
 @pytest.mark.parametrize("tiers", TIERS)
-def test_events_are_about_the_device(llama: TinyModel, tiers: str) -> None:
+def test_events_tell_what_is_on_the_device(llama: TinyModel, tiers: str) -> None:
     held: set[tuple[int, bytes]] = set()
 
     def listen(events: Sequence[CacheEvent]) -> None:
         for event in events:
-            if isinstance(event, BlocksStored):
+            if isinstance(event, CacheCleared):
+                held.clear()
+            elif event.medium != "device":
+                assert event.medium == "host_memory"
+                assert tiers != "store"
+            elif isinstance(event, BlocksStored):
                 assert held.isdisjoint((event.group, key) for key in event.keys)
                 held.update((event.group, key) for key in event.keys)
-            elif isinstance(event, BlocksRemoved):
-                held.difference_update((event.group, key) for key in event.keys)
             else:
-                held.clear()
+                held.difference_update((event.group, key) for key in event.keys)
 
     with small_engine(llama, **TIERS[tiers]) as engine:
         engine.on_cache_events = listen
