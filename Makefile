@@ -85,13 +85,13 @@ ALL_OR_VLLM := $(if $(VERSIONS),$(findstring vllm,$(VERSIONS)),all)
 compat: $(READY) $(if $(ALL_OR_VLLM),$(HOSTED)/.ready) ## compare with each tested version of transformers, vLLM, torch and Python; write plugins/COMPATIBILITY.md
 	$(BIN)/python -m tests.compatibility $(VERSIONS) --suites "$(SUITES)"
 
-dist: ## build every wheel and sdist in build/dist/packages, install the wheels elsewhere and run what READMEs show
+dist: ## build every wheel and sdist in build/packages, install the wheels elsewhere and run what READMEs show
 	@PYTHON=$(PYTHON) JOBS=$(JOBS) .ci/dist
 
 wheels: ## build kvframe-kernels with compiled kernels in build/wheels, for this machine's processor; needs docker
-	@$(PYTHON) -m venv --clear build/cibuildwheel
-	@build/cibuildwheel/bin/python -m pip install -qq --disable-pip-version-check cibuildwheel
-	build/cibuildwheel/bin/cibuildwheel kernels --output-dir build/wheels
+	@$(PYTHON) -m venv --clear .cache/cibuildwheel
+	@.cache/cibuildwheel/bin/python -m pip install -qq --disable-pip-version-check cibuildwheel
+	.cache/cibuildwheel/bin/cibuildwheel kernels --output-dir build/wheels
 
 peer: $(VLLM)/.ready ## make .cache/peers/vllm, vLLM's CPU build in an environment of its own, to measure against
 
