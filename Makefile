@@ -71,6 +71,7 @@ bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and par
 	$(BIN)/python -m benchmarks.memory.plans
 	$(BIN)/python -m benchmarks.memory.traffic
 	$(BIN)/python -m benchmarks.cache.eviction
+	$(BIN)/python -m benchmarks.cache.hints
 	$(BIN)/python -m benchmarks.attention.cpu
 	$(BIN)/python -m benchmarks.cache.core
 	$(BIN)/python -m benchmarks.cache.growth

@@ -18,6 +18,7 @@ from .cache.events import CacheCleared as CacheCleared
 from .cache.events import CacheEvent as CacheEvent
 from .cache.events import content_key as content_key
 from .cache.events import prefix_key as prefix_key
+from .cache.hints import Hints as Hints
 from .cache.input_index import InputSequence as InputSequence
 from .cache.layout import CacheLayout as CacheLayout
 from .cache.layout import GroupLayout as GroupLayout

@@ -21,9 +21,9 @@ from benchmarks.harness.pages import heading, page, table
 from benchmarks.harness.plots import plots
 from benchmarks.harness.process import map_in_processes
 from benchmarks.harness.record import benchmark
-from kvframe import FullAttentionSpec, KVCacheManager, Stack, group_layers, load_plugins, plan_cache
+from kvframe import FullAttentionSpec, KVCacheManager, KVCachePlan, Stack, group_layers, load_plugins, plan_cache
 from kvframe.config.choices import make_policy
-from kvframe.contract import LayerSpec
+from kvframe.contract import EvictionPolicy, LayerSpec
 
 BLOCK = 16
 _NEVER = 1 << 60
@@ -37,20 +37,24 @@ COUNTED_FROM = 0.2
 """The share of a trace that fills the cache and is not counted."""
 
 
-def make_manager(policy: str, num_tokens: int) -> KVCacheManager:
-    """Return a cache of one group with this capacity, under a policy with its default options."""
-    stack = Stack.from_mapping({"cache": {"eviction": policy}})
+def make_plan(num_tokens: int) -> KVCachePlan:
+    """Return the plan of a cache of one group with this capacity."""
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype="float16")
     grouping = group_layers([LayerSpec(name="layer", spec=spec)])
     plan = plan_cache(grouping, memory_bytes=2 * LONGEST * 64, max_model_len=LONGEST, max_num_batched_tokens=LONGEST)
-    num_slabs = num_tokens // BLOCK // plan.groups[0].pages_per_slab
-    eviction = make_policy(stack.cache.eviction, load_plugins().registry)
-    return KVCacheManager(attrs.evolve(plan, num_slabs=num_slabs), max_num_seqs=1, eviction=eviction)
+    return attrs.evolve(plan, num_slabs=num_tokens // BLOCK // plan.groups[0].pages_per_slab)
+
+
+def make_policy_of(name: str) -> EvictionPolicy:
+    """Return a policy with its default options."""
+    stack = Stack.from_mapping({"cache": {"eviction": name}})
+    return make_policy(stack.cache.eviction, load_plugins().registry)
 
 
 def replay(requests: Sequence[TracedRequest], policy: str, num_tokens: int) -> dict[str, Any]:
     """Serve requests one after the other; return what the counted ones found."""
-    manager, first = make_manager(policy, num_tokens), int(COUNTED_FROM * len(requests))
+    manager = KVCacheManager(make_plan(num_tokens), max_num_seqs=1, eviction=make_policy_of(policy))
+    first = int(COUNTED_FROM * len(requests))
     found = num_shared = num_shared_found = 0
     for index, each in enumerate(requests):
         hit = manager.start("request", each.token_ids[: each.prompt_end])

@@ -33,12 +33,12 @@ def _request(random: np.random.Generator, prompt: Tokens[int], reply: int, num_s
     return TracedRequest(prompt + draw_tokens(random, reply), len(prompt), num_shared)
 
 
-def _document(random: np.random.Generator) -> TracedRequest:
+def document(random: np.random.Generator) -> TracedRequest:
     """Return a long prompt that is sent once."""
     return _request(random, draw_tokens(random, _length(random, 7_000, 0.6)), 180)
 
 
-def _on_one_of(random: np.random.Generator, prompts: Sequence[Tokens[int]]) -> TracedRequest:
+def on_one_of(random: np.random.Generator, prompts: Sequence[Tokens[int]]) -> TracedRequest:
     """Return a short question after one of some prompts."""
     shared = prompts[int(random.integers(len(prompts)))]
     return _request(random, shared + draw_tokens(random, _length(random, 200, 0.8)), 130, len(shared))
@@ -47,7 +47,7 @@ def _on_one_of(random: np.random.Generator, prompts: Sequence[Tokens[int]]) -> T
 def _shared_and_scan(size: int) -> list[TracedRequest]:
     random = np.random.default_rng(0)
     prompts = [draw_tokens(random, 2_048) for _ in range(32)]
-    return [_document(random) if random.random() < 0.4 else _on_one_of(random, prompts) for _ in range(2 * size)]
+    return [document(random) if random.random() < 0.4 else on_one_of(random, prompts) for _ in range(2 * size)]
 
 
 def _bursts(size: int) -> list[TracedRequest]:
@@ -55,8 +55,8 @@ def _bursts(size: int) -> list[TracedRequest]:
     prompts = [draw_tokens(random, 2_048) for _ in range(32)]
     requests: list[TracedRequest] = []
     while len(requests) < 2 * size:
-        requests += [_on_one_of(random, prompts) for _ in range(150)]
-        requests += [_document(random) for _ in range(80)]
+        requests += [on_one_of(random, prompts) for _ in range(150)]
+        requests += [document(random) for _ in range(80)]
     return requests
 
 
@@ -96,7 +96,7 @@ def _zipf(size: int) -> list[TracedRequest]:
 def _service(size: int) -> list[TracedRequest]:
     random, requests = np.random.default_rng(4), []
     for each in _chats(size, shared=True, seed=4):
-        requests += [each, *([_document(random)] if random.random() < 0.25 else [])]
+        requests += [each, *([document(random)] if random.random() < 0.25 else [])]
     return requests
 
 

@@ -3,7 +3,8 @@
 Its files, in the order of the flow; each uses only those before it.
 
 - When blocks die, and so which blocks a hit needs: ``live_range``; the same as data for other processes: ``layout``.
-- Pages: which are taken next (``block_order``), free ones of several sizes (``slabs``), all of them (``block_pool``).
+- Pages: what requests hint of them (``hints``), which are taken next (``block_order``), free ones of several sizes
+  (``slabs``), all of them (``block_pool``).
 - The inputs of requests beside their tokens: ``input_index``.
 - The blocks of each running request, and what is counted of it: ``block_table``.
 - Finding tokens: ``radix_tree``, ``publisher``.

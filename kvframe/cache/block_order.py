@@ -6,14 +6,16 @@ the list of free ones, which is a ``FreeList`` if all blocks are of one size, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.hints import HintedPages, Hints, KeptLimit
 from kvframe.contract.errors import PluginError
 from kvframe.contract.eviction import MOST_USES, EvictionPolicy, ReleasedPages
 from kvframe.contract.foreign import call
@@ -110,6 +112,9 @@ class FreeList:
         if held_change + cached_change < 0:
             start, self._num_free = self._num_free, self._num_free + len(block_ids)
             self._stack[start : self._num_free] = block_ids
+
+    def rank_again(self, block_ids: AnyBlockIds, stamp: int) -> None:
+        """Take cached blocks that got another priority; the pool orders them."""
 
     def resize(self, plan: KVCachePlan, reserve: int) -> None:
         """Put added blocks at the bottom of the stack, or remove the last blocks, which are all free."""
@@ -307,7 +312,11 @@ class PolicyPriorities:
     """
 
     def __init__(self, policy: EvictionPolicy, page_bytes: Sequence[int], capacity: int, num_indices: int) -> None:
-        """Try the policy, with the bytes of a block of each group and of the pool; it may raise a ``PluginError``."""
+        """Try the policy, with the bytes of a block of each group and of the pool; it may raise a ``PluginError``.
+
+        ``hinted`` holds the hints of requests, once there are any.
+        """
+        self.hinted: HintedPages | None = None
         self.policy = policy
         self._page_bytes = np.array(page_bytes, dtype=np.int64)
         self._capacity = max(capacity, 1)
@@ -319,7 +328,8 @@ class PolicyPriorities:
         self._assumed = max(16.0, capacity // max(page_bytes, default=1) / 16)
         self._num_found = np.full(MOST_USES + 1, self._assumed)
         self._num_released = self._num_found.copy()
-        self._ask(1, np.array([0, 1, 1000]), np.full(3, 16))
+        uses, sizes = np.array([0, 1, 1000]), np.full(3, 16)
+        self._ask(1, uses, sizes, np.array([-1, 0, 5]), np.array([3.0, math.nan, 0.0]))
 
     def rank(self, pool_indices: PoolIndices, groups: int | Groups) -> Numbers:
         """Return the priority of blocks that are released together; a wrong answer raises a ``PluginError``."""
@@ -333,15 +343,33 @@ class PolicyPriorities:
             counts *= fading
             counts += (1 - fading) * self._assumed
         self._num_released += _count(uses)
-        priorities = self._ask(self._clock, uses, num_bytes)
+        return self._rank(pool_indices, uses, num_bytes)
+
+    def rank_again(self, pool_indices: PoolIndices, groups: int | Groups) -> Numbers:
+        """Return the priority of cached blocks whose hints have changed; a wrong answer raises a ``PluginError``."""
+        num_bytes = np.broadcast_to(self._page_bytes[groups], len(pool_indices)).copy()
+        return self._rank(pool_indices, self._uses[pool_indices], num_bytes)
+
+    def _rank(self, pool_indices: PoolIndices, uses: Numbers, num_bytes: Numbers) -> Numbers:
+        hints: tuple[Any, ...] = ()
+        if self.hinted is not None:
+            hints = self.hinted.levels(pool_indices), self.hinted.seconds_left(pool_indices)
+        priorities = self._ask(self._clock, uses, num_bytes, *hints)
         self.priority[pool_indices] = priorities
         return priorities
 
-    def _ask(self, clock: int, uses: Numbers, num_bytes: Numbers) -> Numbers:
+    def use(self, pool_indices: PoolIndices, groups: Groups, hints: Hints, owner: str, limit: KeptLimit) -> None:
+        """Record the hints of a request that used blocks."""
+        if self.hinted is None:
+            max_kept_bytes = int(limit.share * self._capacity)
+            self.hinted = HintedPages(self.priority != _NOT_RANKED, limit.now, max_kept_bytes)
+        self.hinted.use(pool_indices, self._page_bytes[groups], hints, owner)
+
+    def _ask(self, clock: int, uses: Numbers, num_bytes: Numbers, *hints: Any) -> Numbers:
         label, count = f"eviction policy {self.policy.name!r}", len(uses)
         # A block that is found while another request holds it was found without a release.
         shares = np.minimum(self._num_found / self._num_released, 1.0)
-        pages = ReleasedPages(clock, uses, num_bytes, self._capacity, shares)
+        pages = ReleasedPages(clock, uses, num_bytes, self._capacity, shares, *hints)
         priorities = call(f"{label}: priorities()", self.policy.priorities, pages)
         if not isinstance(priorities, np.ndarray) or priorities.shape != (count,) or priorities.dtype != np.int64:
             is_array = isinstance(priorities, np.ndarray)
@@ -358,9 +386,13 @@ class PolicyPriorities:
         """Drop the data of the blocks at some indices, because their content ended."""
         self._uses[pool_indices] = 0
         self.priority[pool_indices] = _NOT_RANKED
+        if self.hinted is not None:
+            self.hinted.forget(pool_indices)
 
     def resize(self, capacity: int, num_new: int) -> None:
         """Set another capacity in bytes, and add entries for more blocks."""
+        if self.hinted is not None:
+            self.hinted.resize(num_new, self.hinted.max_kept_bytes * max(capacity, 1) // self._capacity)
         self._capacity = max(capacity, 1)
         self._uses = np.append(self._uses, np.zeros(num_new, dtype=np.int64))
         self.priority = np.append(self.priority, np.full(num_new, _NOT_RANKED))

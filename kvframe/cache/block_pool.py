@@ -21,6 +21,7 @@ from kvframe.cache.block_order import (
     equal_runs,
     of_groups,
 )
+from kvframe.cache.hints import NO_HINTS, Hints, KeptLimit
 from kvframe.cache.slabs import Slabs
 from kvframe.contract.errors import PluginError
 from kvframe.contract.eviction import LRU, EvictionPolicy
@@ -78,6 +79,7 @@ class BlockPool:
         # The orders of eviction: one for each group, or one if any block serves any group.
         self._num_orders = 1 if is_shared else len(plan.groups)
         self._orders = self._new_orders()
+        self._ending = PriorityOrder(self._is_current)
         self.free_list: FreeList | Slabs = FreeList(plan, self) if is_shared else Slabs(plan, self, reserve_slabs)
         self._on_evicted = on_evicted
         # Of a cached block, the stamp of its release; of a held one, minus the references beyond the first. Zero for a
@@ -225,19 +227,29 @@ class BlockPool:
         if self._group is not None:
             self._group[pool_indices] = groups
         self.num_cached += len(block_ids)
-        priorities = self._stamp if self._policy is None else self._rank(self._policy, pool_indices, groups)
+        priorities = self._stamp if self._policy is None else self._rank(self._policy.rank, pool_indices, groups)
+        self._order(priorities, block_ids, groups)
+        self.free_list.move_blocks(block_ids, -1, 1, self._stamp)
+        if self.is_hinted:
+            self._note_ends(block_ids, pool_indices)
+
+    def _order(self, priorities: int | Numbers, block_ids: AnyBlockIds, groups: int | Groups) -> None:
+        """Put cached blocks, which have the last stamp, into the order of their eviction."""
         if self._num_orders == 1:
             self._orders[0].add(priorities, self._stamp, block_ids)
         else:
             for group, where in equal_runs(groups):
                 group_priorities = priorities if isinstance(priorities, int) else priorities[where]
                 self._orders[group].add(group_priorities, self._stamp, block_ids[where])
-        self.free_list.move_blocks(block_ids, -1, 1, self._stamp)
 
-    def _rank(self, policy: PolicyPriorities, pool_indices: PoolIndices, groups: int | Groups) -> int | Numbers:
+    def _rank(
+        self, rank: Callable[[PoolIndices, int | Groups], Numbers], pool_indices: PoolIndices, groups: int | Groups
+    ) -> int | Numbers:
         """Return a policy's priorities; if it fails, remove it: stamps of releases are the priorities from now on."""
+        policy = self._policy
+        assert policy is not None
         try:
-            return policy.rank(pool_indices, groups)
+            return rank(pool_indices, groups)
         except PluginError as error:
             why = str(error)
         except KeyboardInterrupt:  # Ctrl-C waits here, so the policy raised it
@@ -246,6 +258,53 @@ class BlockPool:
         self._policy = None
         self._orders = [order.by_release() for order in self._orders if isinstance(order, PriorityOrder)]
         return self._stamp
+
+    # --- hints --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_hinted(self) -> bool:
+        """Whether a request had hints that the policy is given."""
+        return self._policy is not None and self._policy.hinted is not None
+
+    def hint_blocks(self, block_ids: BlockIds, groups: Groups, hints: Hints, owner: str, limit: KeptLimit) -> None:
+        """Record the hints of a request that used blocks, before it releases them; nothing without a policy.
+
+        Args:
+            block_ids: The blocks.
+            groups: Their groups.
+            hints: The hints.
+            owner: Whose request it is.
+            limit: How much its owner may keep; the same at each call.
+        """
+        self._end_hints()
+        if self._policy is not None and (self.is_hinted or hints != NO_HINTS):
+            self._policy.use(self._pool_indices(block_ids), groups, hints, owner, limit)
+
+    def _note_ends(self, block_ids: AnyBlockIds, pool_indices: PoolIndices) -> None:
+        """Record until when cached blocks are needed."""
+        assert self._policy is not None
+        assert self._policy.hinted is not None
+        ends = self._policy.hinted.ends(pool_indices)
+        if np.count_nonzero(ends):
+            self._ending.add(ends[ends > 0], self._stamp, block_ids[ends > 0])
+        self._end_hints()
+
+    def _end_hints(self) -> None:
+        """Rank cached blocks again that were needed until now."""
+        while self._policy is not None and (hinted := self._policy.hinted) is not None:
+            end = self._ending.first_priority()
+            if end is None or end > hinted.now_ms():
+                return
+            block_ids = self._ending.pop(len(self._state))
+            assert block_ids is not None
+            pool_indices = self._pool_indices(block_ids)
+            hinted.stop(pool_indices)
+            self._stamp += 1
+            # With another stamp, their entries in the order become stale.
+            self._state[pool_indices] = self._stamp
+            groups = self._groups_of(pool_indices)
+            self._order(self._rank(self._policy.rank_again, pool_indices, groups), block_ids, groups)
+            self.free_list.rank_again(block_ids, self._stamp)
 
     # --- publishing ---------------------------------------------------------------------------------------------------
 
@@ -259,7 +318,7 @@ class BlockPool:
         """Evict every cached block and unpublish held ones, without calling ``on_evicted``."""
         self._owner[...] = NO_OWNER
         self.discard_cached(self.free_list.all_blocks())
-        self._orders = self._new_orders()
+        self._orders, self._ending = self._new_orders(), PriorityOrder(self._is_current)
         if self._policy is not None:
             self._policy.forget_blocks(slice(None))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from time import monotonic
 
 import attrs
 import numpy as np
@@ -26,6 +27,7 @@ from kvframe.cache.audit import audit_each_verb, audit_pool, audit_rows, audit_t
 from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows, RowState
 from kvframe.cache.coordinator import KVCacheCoordinator, TokenMover
 from kvframe.cache.events import NO_INPUTS, EventLog, PageWatcher
+from kvframe.cache.hints import NO_HINTS, Hints, KeptLimit
 from kvframe.cache.host_pages import HostPages
 from kvframe.cache.host_tier import HostTier
 from kvframe.cache.input_index import InputBlocks, InputSequence, Namespace, input_blocks, inputs_root
@@ -101,6 +103,8 @@ class KVCacheManager:
         mover: TokenMover | None = None,
         audited: bool = False,
         eviction: EvictionPolicy | None = None,
+        max_kept_share: float = 0.5,
+        now: Callable[[], float] = monotonic,
     ) -> None:
         """Start with an empty pool.
 
@@ -113,6 +117,8 @@ class KVCacheManager:
             mover: Moves the tokens that layers keep of a prompt; without it no request gives up any.
             audited: Whether to ``audit`` after every verb, to find a verb that breaks the cache.
             eviction: The policy that orders cached pages for eviction; ``LRU`` if None.
+            max_kept_share: The share of the pool that requests of one owner may keep by the hint ``keep_seconds``.
+            now: Returns the seconds of a clock that never goes back.
 
         Raises:
             PluginError: The eviction policy gives a wrong answer.
@@ -144,6 +150,7 @@ class KVCacheManager:
         self.tables.first_tokens = {group: np.zeros(max_num_seqs, dtype=np.int64) for group in kinds.budgets}
         self._rows = TableRows(max_num_seqs)
         self._num_resets = 0
+        self._kept_limit = KeptLimit(max_kept_share, now)
         self._events: EventLog | None = None
         self._watchers: tuple[PageWatcher, ...] = ()
         self._watch_secret = bytes(SECRET_BYTES)
@@ -463,15 +470,30 @@ class KVCacheManager:
                 self._publisher.follow(row, 0, NO_MATCH)
         return True
 
-    def free(self, request_id: str) -> None:
-        """Remove a request, in the table or swapped out, and release its pages; its findable blocks stay cached."""
+    def free(self, request_id: str, *, hints: Hints = NO_HINTS, owner: str = "") -> None:
+        """Remove a request, in the table or swapped out, and release its pages; its findable blocks stay cached.
+
+        Args:
+            request_id: As in every verb, or one that is swapped out.
+            hints: What its sender says of it, for the eviction policy, if the request has ended.
+            owner: Whose request it is: all requests of one owner keep ``max_kept_share`` of the pool at most.
+        """
         check_name(request_id)
         entry = self._entries.get(request_id) or self._entry(request_id)
         if entry.stored_row is not None:
             self._swapper.release_copies(entry.stored_row)
         else:
+            if hints is not NO_HINTS or self._pool.is_hinted:
+                self._hint_row(entry.row, hints, owner)
             self._free_row(entry.row)
         del self._entries[request_id]
+
+    def _hint_row(self, row: int, hints: Hints, owner: str) -> None:
+        """Record what the sender of a row's request says of its pages."""
+        counts = self._numbers.num_blocks[:, row].tolist()
+        ids = np.concatenate([self.tables[group].ids[row, :count] for group, count in enumerate(counts)])
+        groups = np.repeat(np.arange(len(counts)), counts)
+        self._pool.hint_blocks(ids[ids != 0], groups[ids != 0], hints, owner, self._kept_limit)
 
     def _free_row(self, row: int) -> None:
         self._fresh.pop(row, None)

@@ -197,6 +197,12 @@ class Slabs:
         priority = int(self._pool.priorities_of(self._blocks_of(slab)).max())
         heappush(self._by_priority, (priority, self._idle[slab], slab))
 
+    def rank_again(self, block_ids: AnyBlockIds, stamp: int) -> None:
+        """Put the idle slabs of cached blocks that got another priority into the order of priorities."""
+        for slab in {*self._slabs_of(block_ids)} & self._idle.keys():
+            self._idle[slab] = stamp
+            self._rank(slab)
+
     def _first_idle(self) -> tuple[int, int]:
         """Return the idle slab with the smallest priority, and that priority; there is one."""
         if self._pool.eviction is LRU:

@@ -189,6 +189,7 @@ def _checks_of(request: _CheckRequest, entry: Claim, part: Any, host: PluginHost
     from kvframe.testing.eviction import policy_checks
     from kvframe.testing.formats import format_checks
     from kvframe.testing.page_stores import page_store_checks
+    from kvframe.testing.scheduling import scheduling_checks
     from kvframe.testing.spec_checks import spec_checks
     from kvframe.testing.wrappers import wrapper_checks
 
@@ -211,6 +212,8 @@ def _checks_of(request: _CheckRequest, entry: Claim, part: Any, host: PluginHost
         return wrapper_checks(part, options, name=entry.name)
     if entry.kind == "eviction":
         return policy_checks(part, options, name=entry.name)
+    if entry.kind == "scheduling":
+        return scheduling_checks(part, options, name=entry.name)
     if entry.kind == "page_store":
         return page_store_checks(part, options, name=entry.name, whole=whole)
     from kvframe.engine import logits_processor_checks, proposer_checks

@@ -29,6 +29,7 @@ _DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "wrapper": "A wrapper of batch metadata.",
         "format": "A format of stored keys and values.",
         "eviction": "An eviction policy of the prefix cache.",
+        "scheduling": "A scheduling policy of requests.",
         "page_store": "A store of computed pages.",
         "proposer": "A proposer of draft tokens.",
         "logits_processor": "A logits processor.",

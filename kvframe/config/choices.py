@@ -12,6 +12,7 @@ from kvframe.contract.eviction import LRU, EvictionPolicy
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.page_store import PageStore
 from kvframe.contract.proposer import Proposer
+from kvframe.contract.scheduling import FCFS, SchedulingPolicy
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.claims import KINDS
 from kvframe.loading.registry import Registry
@@ -25,6 +26,7 @@ MAX_DRAFTS = 64
 UNREGISTERED: Mapping[tuple[str, str], type[Any]] = {
     ("eviction", LRU.name): type(LRU),
     ("format", PLAIN.name): type(PLAIN),
+    ("scheduling", FCFS.name): type(FCFS),
 }
 """Classes that a stack may name and no plugin registers, by kind and name."""
 
@@ -87,6 +89,12 @@ def make_backend_options(use: Use, backend_class: type[AttentionBackend]) -> Any
 def make_policy(use: Use, registry: Registry) -> EvictionPolicy:
     """Return the eviction policy of ``[cache] eviction``; raise ``StackError`` if it cannot be made."""
     policy: EvictionPolicy = _make("eviction", use, registry)
+    return policy
+
+
+def make_scheduling_policy(use: Use, registry: Registry) -> SchedulingPolicy:
+    """Return the scheduling policy of ``[engine] scheduling``; raise ``StackError`` if it cannot be made."""
+    policy: SchedulingPolicy = _make("scheduling", use, registry)
     return policy
 
 

@@ -12,6 +12,7 @@ import attrs
 from kvframe.contract.errors import KVFrameError, PluginError, StackError, listed, nearest_of, shorten, shown
 from kvframe.contract.eviction import LRU
 from kvframe.contract.foreign import call, safe_reason
+from kvframe.contract.scheduling import FCFS
 from kvframe.contract.sizes import parse_bytes
 from kvframe.contract.specs import ITEM_BYTES
 from kvframe.loading.checks import (
@@ -118,6 +119,8 @@ class CacheOptions:
         prefix_caching: Whether requests reuse the blocks of a common prefix.
         eviction: The registered policy that chooses the cached pages that are evicted first; ``"lru"``: the least
             recently used.
+        max_kept_percent: The most percent of the cache that the requests of one owner may keep by the hint
+            ``keep_seconds``. Of what is beyond, the policy decides as without the hint.
         preemption: What happens to a preempted request, whose blocks or row other requests need: ``"recompute"``
             computes its tokens again, ``"swap"`` moves its blocks to host memory while that has free pages.
         host_memory: Bytes of CPU memory, such as ``"8GiB"``, for cached blocks that are evicted from the device, which
@@ -139,6 +142,7 @@ class CacheOptions:
     format: Use | None = attrs.field(default=None, converter=_as_use)
     prefix_caching: bool = attrs.field(default=True, validator=SWITCH)
     eviction: Use = attrs.field(default=Use(LRU.name), converter=_as_use)
+    max_kept_percent: int = attrs.field(default=50, validator=WHOLE)
     preemption: Literal["recompute", "swap"] = attrs.field(default="recompute", validator=one_of("recompute", "swap"))
     host_memory: int | None = attrs.field(default=None, converter=_as_bytes, validator=SIZE_OR_NONE)
     disk: Mapping[str, Any] | None = attrs.field(default=None, validator=TABLE_OR_NONE)
@@ -203,6 +207,8 @@ class EngineOptions:
     """The ``[engine]`` table: what only kvframe's own engine reads.
 
     Attributes:
+        scheduling: The registered policy that orders requests; ``"fcfs"``: those of an owner in the order in which they
+            come, and owners share what runs.
         reserve_prompts: Whether a prompt that is computed in parts begins only if the cache has pages for all of it. If
             not, it begins with pages for its first part, and is the first to give its blocks back if pages run out.
         max_samples: The most samples that a request may ask for (``n``).
@@ -213,6 +219,7 @@ class EngineOptions:
             part that is wrong.
     """
 
+    scheduling: Use = attrs.field(default=Use(FCFS.name), converter=_as_use)
     reserve_prompts: bool = attrs.field(default=True, validator=SWITCH)
     max_samples: int = attrs.field(default=128, validator=WHOLE)
     max_stop_chars: int = attrs.field(default=8192, validator=WHOLE)

@@ -12,6 +12,7 @@ import attrs
 from kvframe.config.options import AUTO, CacheOptions, EngineOptions, LimitOptions, ModelOptions, Rule
 from kvframe.contract.eviction import LRU
 from kvframe.contract.formats import PLAIN
+from kvframe.contract.scheduling import FCFS
 from kvframe.loading.checks import TABLE, TEXT, Check
 from kvframe.loading.claims import KINDS
 
@@ -19,6 +20,7 @@ _NAMED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "format": ("format", (PLAIN.name,)),
     "eviction": ("eviction", (LRU.name,)),
     "stores": ("page_store", ()),
+    "scheduling": ("scheduling", (FCFS.name,)),
     "prefill_skipping": ("wrapper", ()),
     "drafts": ("proposer", ()),
     "wrappers": ("wrapper", ()),

@@ -152,7 +152,7 @@ class Stack:
             cache=_with_origins(tables.cache, f"{source}: cache"),
             model=_with_origins(tables.model, f"{source}: model"),
             limits=tables.limits,
-            engine=tables.engine,
+            engine=_with_origins(tables.engine, f"{source}: engine"),
             rules=tuple(_with_origins(rule, f"{source}: rules[{index}]") for index, rule in enumerate(tables.rules)),
             source=source,
         )
@@ -250,6 +250,7 @@ class Stack:
         yield "cache.eviction", "eviction", self.cache.eviction
         for use in self.page_stores:
             yield use.origin.removeprefix(f"{self.source}: "), "page_store", use
+        yield "engine.scheduling", "scheduling", self.engine.scheduling
         if self.model.prefill_skipping is not None:
             yield "model.prefill_skipping", "wrapper", self.model.prefill_skipping
         if self.model.drafts is not None:
@@ -297,7 +298,7 @@ def _over(options: _Options, arguments: Mapping[str, Any]) -> _Options:
     return attrs.evolve(options, **values)
 
 
-_Table = TypeVar("_Table", CacheOptions, ModelOptions, Rule)
+_Table = TypeVar("_Table", CacheOptions, ModelOptions, EngineOptions, Rule)
 
 
 def _with_origins(table: _Table, origin: str) -> _Table:

@@ -82,6 +82,9 @@ from .ranges import RangeRuns as RangeRuns
 from .ranges import lookahead_ends as lookahead_ends
 from .relative_bias import bias_by_distance as bias_by_distance
 from .relative_bias import bias_columns as bias_columns
+from .scheduling import FCFS as FCFS
+from .scheduling import QueuedRequest as QueuedRequest
+from .scheduling import SchedulingPolicy as SchedulingPolicy
 from .sizes import parse_bytes as parse_bytes
 from .slots import Slots as Slots
 from .specs import ENCODER as ENCODER

@@ -37,6 +37,10 @@ class ReleasedPages:
         capacity: Bytes of the pool. While the clock advances by this much, the whole cache can be filled anew.
         reuse: ``[MOST_USES + 1], float64, host``: among pages that were released lately after 0, 1, 2, … uses (the last
             entry: ``MOST_USES`` or more), the share that was found again; ones while nothing is known.
+        request_priorities: ``[n], int64, host``: the smallest priority that the senders of the requests hint that used
+            each page: a smaller number is more urgent. None if no request of the cache had hints.
+        seconds_left: ``[n], float64, host``: for how many more seconds each page will be needed, as these senders hint:
+            0 if it is not needed any more, NaN if none says. None if no request of the cache had hints.
     """
 
     clock: int
@@ -44,6 +48,8 @@ class ReleasedPages:
     num_bytes: npt.NDArray[np.int64]
     capacity: int
     reuse: npt.NDArray[np.float64]
+    request_priorities: npt.NDArray[np.int64] | None = None
+    seconds_left: npt.NDArray[np.float64] | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -64,9 +70,13 @@ class EvictionPolicy(Growing, ABC):
         Among pages with equal priorities, those released earlier are evicted first. Among pages released together, the
         end of a prefix is evicted before its beginning. For this to hold within every prefix, a policy keeps two laws:
 
-        * of two pages released together, the one with more uses never gets the smaller priority;
-        * of two pages with equal uses, the one released later never gets the smaller priority while ``reuse`` is the
-          same.
+        * of two pages released together, the one with more uses and no worse hints never gets the smaller priority;
+        * of two pages with equal uses and hints, the one released later never gets the smaller priority while ``reuse``
+          is the same.
+
+        Hints are worse if the request priority is larger, or the page is needed for a shorter time: longest, as long
+        as nobody says, or no more. If the time ends for which a cached page is needed, the policy is asked for it once
+        more.
 
         Args:
             pages: The pages. The policy may keep and change its arrays.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvframe.config.choices import make_page_stores, make_policy, make_proposer
+from kvframe.config.choices import make_page_stores, make_policy, make_proposer, make_scheduling_policy
 from kvframe.config.options import Rule, Use
 from kvframe.contract.errors import StackError, shown
 from kvframe.contract.formats import PLAIN
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvframe.contract.eviction import EvictionPolicy
     from kvframe.contract.model import LoadedModel
     from kvframe.contract.proposer import Proposer
+    from kvframe.contract.scheduling import SchedulingPolicy
     from kvframe.contract.specs import LayerSpec
     from kvframe.loading.registry import Registry
     from kvframe.planning.plan import KVCachePlan
@@ -263,6 +264,15 @@ class Setup:
             StackError: The stack's policy is unknown, cannot be imported, or does not take its options.
         """
         return make_policy(self.stack.cache.eviction, self.registry)
+
+    @property
+    def scheduling_policy(self) -> SchedulingPolicy:
+        """A new instance of the policy that orders requests.
+
+        Raises:
+            StackError: The stack's policy is unknown, cannot be imported, or does not take its options.
+        """
+        return make_scheduling_policy(self.stack.engine.scheduling, self.registry)
 
     def make_page_stores(self) -> list[PageStore]:
         """Return the page stores of the stack, in the order in which they are asked.

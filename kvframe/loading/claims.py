@@ -53,6 +53,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             "eviction policy", "kvframe.contract.eviction:EvictionPolicy", "name", reserved=frozenset({"lru"})
         ),
         "page_store": Kind("page store", "kvframe.contract.page_store:PageStore", "name"),
+        "scheduling": Kind(
+            "scheduling policy", "kvframe.contract.scheduling:SchedulingPolicy", "name", reserved=frozenset({"fcfs"})
+        ),
         "proposer": Kind("proposer", "kvframe.contract.proposer:Proposer", "name"),
         "logits_processor": Kind("logits processor", "kvframe.contract.logits:LogitsProcessor", "name"),
         "model_adapter": Kind("model adapter", "kvframe.contract.model:ModelAdapter"),

@@ -30,6 +30,7 @@ kvframe-mla plugin:mla spec:mla backend:mla
 kvframe-mtp plugin:mtp proposer:mtp
 kvframe-ngram plugin:ngram proposer:ngram
 kvframe-numba plugin:numba backend:numba
+kvframe-priority plugin:priority scheduling:priority
 kvframe-scan-resistant plugin:scan_resistant eviction:scan_resistant
 kvframe-serve plugin:serve command:serve
 kvframe-sliding-window plugin:sliding_window spec:sliding_window

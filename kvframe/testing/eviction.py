@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -27,6 +28,10 @@ PAGE_BYTES = 4096
 _RISING = np.linspace(0.0, 1.0, MOST_USES + 1)
 REUSE = (np.ones(MOST_USES + 1), np.zeros(MOST_USES + 1), _RISING, _RISING[::-1], np.array([0.5, 0.1, 0.9, 0.2] * 4))
 """Shares of pages that are hit again, by their number of uses."""
+SECONDS = np.array([0.0, math.nan, 0.5, 60.0, 10.0**6])
+"""For how long pages are needed, as hinted, from the worst hint to the best; NaN if nobody says."""
+PRIORITIES = np.array([2**31 - 1, 7, 1, 0, -1, 1 - 2**31])
+"""Hinted priorities of requests, from the least urgent one to the most urgent one."""
 _LONG = 10**4
 """A page that is no longer used must be evicted before the pool has been refilled this many times."""
 
@@ -40,6 +45,8 @@ def check_policy(policy: EvictionPolicy) -> None:
     * *uses*: of pages that are released together, a page with more uses is not evicted earlier;
     * *age*: of two pages with equally many uses and equal shares of reuse, the one released later is not evicted
       earlier. With the law of uses, this means that a prefix's end is never evicted after its beginning;
+    * *hints*: of two pages that differ in one hint, the one with the worse hint is not evicted later; the other laws
+      hold for pages with any equal hints;
     * *forgetting*: no page is kept for ever: a page that is no longer used, with any number of uses, is evicted before
       a page that was released after the pool had been refilled ten thousand times.
     """
@@ -52,6 +59,9 @@ def check_in_pool(policy: EvictionPolicy, capacity: int, shares: int) -> None:
     ask = _PolicyInPool(policy, capacity, REUSE[shares])
     _check_in_pool(ask)
     ask(1, USES[:0])
+    for seconds, priority in ((0.0, 0), (60.0, 0), (math.nan, 7), (math.nan, -7)):
+        _check_in_pool(attrs.evolve(ask, seconds_left=seconds, request_priority=priority))
+    _check_hints(ask)
 
 
 def policy_checks(
@@ -78,10 +88,17 @@ class _PolicyInPool:
     policy: EvictionPolicy
     capacity: int
     reuse: npt.NDArray[np.float64]
+    seconds_left: float | None = None
+    request_priority: int = 0
 
     def __call__(self, clock: int, uses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         sizes = np.full(len(uses), PAGE_BYTES)
         pages = ReleasedPages(clock, uses.copy(), sizes, self.capacity, self.reuse.copy())
+        if self.seconds_left is not None:
+            levels = np.full(len(uses), self.request_priority)
+            pages = attrs.evolve(
+                pages, request_priorities=levels, seconds_left=np.full(len(uses), float(self.seconds_left))
+            )
         try:
             priorities = call("form: priorities()", self.policy.priorities, pages)
         except PluginError as error:
@@ -99,11 +116,32 @@ class _PolicyInPool:
     def require(self, holds: bool, otherwise: str) -> None:
         if not holds:
             where = f"in a pool of {self.capacity} bytes, with shares of reuse {self.reuse.tolist()}"
+            if self.seconds_left is not None:
+                where += f", needed for {self.seconds_left} seconds, of requests of priority {self.request_priority}"
             raise ConformanceError(f"{self.policy!r}: {otherwise}, {where}")
 
     def require_ascending(self, priorities: npt.NDArray[np.int64], what: str) -> None:
         is_ascending = all(one <= next_one for one, next_one in itertools.pairwise(priorities.tolist()))
         self.require(is_ascending, f"{what} {priorities.tolist()}")
+
+
+def _check_hints(ask: _PolicyInPool) -> None:
+    """Check that a page with a worse hint is not evicted later than one with a better hint."""
+    for clock in CLOCKS:
+        for priority in PRIORITIES.tolist():
+            of_seconds = [
+                attrs.evolve(ask, seconds_left=seconds, request_priority=priority)(clock, USES)
+                for seconds in SECONDS.tolist()
+            ]
+            for column in np.stack(of_seconds).T:
+                ask.require_ascending(column, f"hints: needed for {SECONDS.tolist()} seconds, priorities are")
+        for seconds in SECONDS.tolist():
+            of_priority = [
+                attrs.evolve(ask, seconds_left=seconds, request_priority=priority)(clock, USES)
+                for priority in PRIORITIES.tolist()
+            ]
+            for column in np.stack(of_priority).T:
+                ask.require_ascending(column, f"hints: of requests of priority {PRIORITIES.tolist()}, they are")
 
 
 def _check_in_pool(ask: _PolicyInPool) -> None:

@@ -24,6 +24,7 @@ from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.page_store import PageStore
+from kvframe.contract.scheduling import SchedulingPolicy
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.plugins import load_plugins
@@ -37,6 +38,7 @@ from kvframe.testing.formats import format_checks
 from kvframe.testing.page_stores import page_store_checks
 from kvframe.testing.runs import TRAITS
 from kvframe.testing.sample import TOGETHER
+from kvframe.testing.scheduling import scheduling_checks
 from kvframe.testing.spec_checks import BLOCK_SIZES, MAX_TOKENS, spec_checks
 from kvframe.testing.wrappers import wrapper_checks
 
@@ -221,6 +223,16 @@ class EvictionTests(OptionTests):
     def make_checks(self, *, whole: bool) -> Checks:
         """Return the laws in pools of several sizes."""
         return self.checks_of(self.policy, "eviction", policy_checks)
+
+
+class SchedulingTests(OptionTests):
+    """Tests of a scheduling policy, ``policy``: the registered name, or the class."""
+
+    policy: ClassVar[str | type[SchedulingPolicy]]
+
+    def make_checks(self, *, whole: bool) -> Checks:
+        """Return the laws for requests of several kinds."""
+        return self.checks_of(self.policy, "scheduling", scheduling_checks)
 
 
 class PageStoreTests(OptionTests):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.attention import chosen, cpu, formats, fuzz, metadata
-from benchmarks.cache import core, definition, eviction, growth
+from benchmarks.cache import core, definition, eviction, growth, hints
 from benchmarks.engine import (
     beside_vllm,
     drafts,
@@ -41,6 +41,7 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "eviction": eviction.write_report,
     "formats": formats.write_report,
     "generate": generate.write_report,
+    "hints": hints.write_report,
     "kept_tokens": kept_tokens.write_report,
     "memory": plans.write_report,
     "memory_traffic": traffic.write_report,

@@ -102,6 +102,7 @@ RUNS: Mapping[tuple[str, str], Smallest] = {
     ("cache.eviction", "eviction"): Smallest(
         options="--size 20 --trace conversations", measured={"traces": ("conversations",)}
     ),
+    ("cache.hints", "hints"): Smallest(options="--size 50 --trace agents", measured={"traces": ("agents",)}),
     ("memory.traffic", "memory_traffic"): Smallest(
         options="--size 1 --workers 1 --model jamba_mini.toml --trace constant", measured={}
     ),

@@ -19,7 +19,7 @@ from tests.programs import IMPORTED, run_program
 from tests.support.commands import run
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("backend", "spec", "wrapper", "format", "eviction", "page_store", "proposer", "adapter")
+KINDS = ("backend", "spec", "wrapper", "format", "eviction", "page_store", "scheduling", "proposer", "adapter")
 LONG = "a_name_as_long_as_may_b0"
 SHORT = "x"
 WHOLE = pytest.mark.whole
@@ -109,6 +109,7 @@ STACKS: dict[str, dict[str, Any]] = {
     "format": {"cache": {"format": "mine_format"}},
     "eviction": {"cache": {"eviction": "mine_eviction"}},
     "page_store": {"cache": {"stores": ["mine_page_store"], "key": "5" * 64}},
+    "scheduling": {"engine": {"scheduling": "mine_scheduling"}},
     "proposer": {"model": {"drafts": "mine_proposer"}},
 }
 """How a stack uses the plugin. Its tokens are those of a stack without it. The adapter's own tests run a model."""

@@ -1,25 +1,29 @@
-"""From the names of an eviction policy and of page stores in a stack to what they name."""
+"""From the names of an eviction policy, a scheduling policy and page stores in a stack to what they name."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import attrs
 import pytest
+from kvframe_priority.policy import Priority
 from kvframe_scan_resistant.policy import ScanResistant
 from kvframe_valkey.store import ValkeyStore
 
 from kvframe import Engine, SamplingParams, Setup
-from kvframe.config.choices import make_page_stores, make_policy
+from kvframe.config.choices import make_page_stores, make_policy, make_scheduling_policy
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import StackError
 from kvframe.contract.eviction import LRU, EvictionPolicy
 from kvframe.contract.page_store import PageStore
+from kvframe.contract.scheduling import FCFS, QueuedRequest, SchedulingPolicy
 from kvframe.loading.plugins import load_plugins
 from tests.engine.scripted_model import ScriptedModel
 from tests.support.commands import run
 from tests.support.engines import manager_of
+from tests.support.plugins import plugin
 
 LAYERS = """
 max_model_len = 64
@@ -46,6 +50,17 @@ def refusal(cache: dict[str, Any], **tables: Any) -> str:
     return str(caught.value)
 
 
+@attrs.frozen(kw_only=True)
+class Mine(SchedulingPolicy):
+    """Orders by a multiple of the arrival."""
+
+    name: ClassVar[str] = "mine"
+    by: int = 1
+
+    def order(self, request: QueuedRequest) -> float:
+        return self.by * request.arrival
+
+
 def test_least_recently_used_is_the_default_and_needs_no_plugin() -> None:
     without = {"plugins": {"disabled": ["scan_resistant"]}}
     assert LRU == chosen({}) == chosen({"eviction": "lru"}, **without)
@@ -54,6 +69,36 @@ def test_least_recently_used_is_the_default_and_needs_no_plugin() -> None:
 def test_a_name_or_a_table_chooses_a_policy() -> None:
     assert ScanResistant() == chosen({"eviction": "scan_resistant"})
     assert ScanResistant(patience=2) == chosen({"eviction": {"name": "scan_resistant", "patience": 2}})
+
+
+def scheduled_by(choice: Any) -> SchedulingPolicy:
+    stack = Stack.from_mapping({"engine": {"scheduling": choice}}, "my.toml")
+    registry = load_plugins(plugins=[plugin("mine", scheduling_policies={"mine": Mine})]).registry
+    stack.check(registry)
+    return make_scheduling_policy(stack.engine.scheduling, registry)
+
+
+def test_a_name_or_a_table_chooses_a_scheduling_policy() -> None:
+    assert FCFS == scheduled_by("fcfs")
+    assert [Mine(), Mine(by=2)] == [scheduled_by("mine"), scheduled_by({"name": "mine", "by": 2})]
+    assert Priority(seconds=5) == scheduled_by({"name": "priority", "seconds": 5})
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        ("priorty", "my.toml: engine.scheduling: there is no scheduling policy named 'priorty'"),
+        (
+            {"name": "priority", "seconds": -1},
+            "my.toml: engine.scheduling: scheduling policy 'priority': seconds",
+        ),
+        ({"name": "fcfs", "by": 1}, "my.toml: engine.scheduling: scheduling policy 'fcfs': there is no option 'by'"),
+    ],
+)
+def test_a_wrong_scheduling_policy_is_refused(choice: Any, why: str) -> None:
+    with pytest.raises(StackError) as refusal:
+        scheduled_by(choice)
+    assert str(refusal.value).startswith(why)
 
 
 def test_page_stores_are_made_with_their_options() -> None:

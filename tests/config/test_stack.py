@@ -98,6 +98,7 @@ def test_file_is_read_in_full(tmp_path: Path) -> None:
                 "format": {},
                 "eviction": {},
                 "page_store": {},
+                "scheduling": {},
                 "proposer": {},
                 "logits_processor": {},
                 "model_adapter": {},

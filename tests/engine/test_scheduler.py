@@ -92,7 +92,7 @@ class CountingCache:
     def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
         raise AssertionError("nothing was swapped out")
 
-    def free(self, request_id: str) -> None:
+    def free(self, request_id: str, **hints: Any) -> None:
         self.num_free += self.held.pop(request_id)
 
     def row(self, request_id: str) -> int:

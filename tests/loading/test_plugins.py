@@ -53,7 +53,7 @@ def test_record_says_distribution_versions_and_status(site: FakeSite) -> None:
 
 def test_every_kind_of_name_is_registered(site: FakeSite) -> None:
     hooks = [hook.removeprefix("kvframe_register_") for hook in HOOKS if hook.startswith("kvframe_register_")]
-    assert 9 == len(hooks)
+    assert 10 == len(hooks)
     manifest = "".join(registers(hook, (f"my_{hook}", "kvframe_all.things:Thing")) for hook in hooks)
     site.add("kvframe-all", "all", manifest)
     registry = load_plugins().registry
@@ -63,6 +63,7 @@ def test_every_kind_of_name_is_registered(site: FakeSite) -> None:
     assert registry.formats.names() == ("my_formats",)
     assert registry.eviction_policies.names() == ("my_eviction_policies",)
     assert registry.page_stores.names() == ("my_page_stores",)
+    assert registry.scheduling_policies.names() == ("my_scheduling_policies",)
     assert registry.proposers.names() == ("my_proposers",)
     assert registry.logits_processors.names() == ("my_logits_processors",)
     assert registry.model_adapters.names() == ("my_model_adapters",)
@@ -556,6 +557,7 @@ def test_the_hooks_of_version_1_0_are_there() -> None:
         "kvframe_register_model_adapters",
         "kvframe_register_page_stores",
         "kvframe_register_proposers",
+        "kvframe_register_scheduling_policies",
         "kvframe_register_specs",
         "kvframe_register_wrappers",
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from kvframe import Pin
+from kvframe import Hints, Pin
 from kvframe.contract.errors import KVFrameError, ModelError, PrefixFileError, RequestError, shown
 from kvframe.contract.model import PredictionHeads
 from kvframe_engine.assembly import Assembly
@@ -26,7 +26,9 @@ from kvframe_engine.requests.prompt import (
     AnyPrompt,
     check_owner,
     check_salt,
+    checked_hints,
     checked_params,
+    hints_of_each,
     make_samples,
     owner_of_each,
     params_for_each,
@@ -97,6 +99,7 @@ class Engine(EngineCore[Request]):
         *,
         cache_salt: str = "",
         owner: str = "",
+        hints: Hints | None = None,
     ) -> str:
         """Queue a request and return its id.
 
@@ -108,15 +111,17 @@ class Engine(EngineCore[Request]):
                 for example, the name of a tenant or of a session.
             owner: Whose request it is, for example the name of a tenant. Owners share the engine equally, however many
                 requests each has.
+            hints: How urgent it is, and for how long its prefix will be needed; no hints unless given. They change no
+                token.
 
         Raises:
             RequestError: The request can never be served; ``code`` is one of ``empty_prompt``, ``prompt_too_long``,
-                ``bad_token``, ``bad_text``, ``bad_params``, ``bad_salt``, ``bad_owner``, ``bad_id``, ``too_large``,
-                ``no_tokenizer``, ``duplicate_id``, and for the input of an encoder ``missing_input``, ``extra_input``,
-                ``bad_input``, ``input_too_long``. Other requests are unchanged.
+                ``bad_token``, ``bad_text``, ``bad_params``, ``bad_salt``, ``bad_owner``, ``bad_hints``, ``bad_id``,
+                ``too_large``, ``no_tokenizer``, ``duplicate_id``, and for the input of an encoder ``missing_input``,
+                ``extra_input``, ``bad_input``, ``input_too_long``. Other requests are unchanged.
             ModelError: The prompt is text, and the model has no tokenizer.
         """
-        requests = self._add_samples(prompt, params, request_id, cache_salt, owner)
+        requests = self._add_samples(prompt, params, request_id, cache_salt, owner, hints)
         self._turns.if_lost(lambda: self._forget(requests))
         return requests[0].request_id
 
@@ -142,7 +147,13 @@ class Engine(EngineCore[Request]):
 
     @verb
     def stream(
-        self, prompt: AnyPrompt, params: SamplingParams | None = None, *, cache_salt: str = "", owner: str = ""
+        self,
+        prompt: AnyPrompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        owner: str = "",
+        hints: Hints | None = None,
     ) -> RequestStream:
         """Serve one request and yield its outputs as they come; the last one of each sample has a ``finish_reason``.
 
@@ -155,11 +166,12 @@ class Engine(EngineCore[Request]):
             params: How to sample and when to stop.
             cache_salt: As for ``add_request``.
             owner: As for ``add_request``.
+            hints: As for ``add_request``.
 
         Raises:
             RequestError: As for ``add_request``, when ``stream`` is called.
         """
-        requests = self._add_samples(prompt, params, None, cache_salt, owner)
+        requests = self._add_samples(prompt, params, None, cache_salt, owner, hints)
         self._turns.if_lost(lambda: self._forget(requests))
         return RequestStream(self._turns, partial(self._next_of, requests), partial(self._forget, requests))
 
@@ -171,6 +183,7 @@ class Engine(EngineCore[Request]):
         *,
         cache_salt: str | Sequence[str] = "",
         owner: str | Sequence[str] = "",
+        hints: Hints | Sequence[Hints | None] | None = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> list[RequestOutput]:
         """Serve a batch of requests to their ends.
@@ -180,6 +193,7 @@ class Engine(EngineCore[Request]):
             params: One for all prompts, or one for each.
             cache_salt: As for ``add_request``: one for all prompts, or one for each.
             owner: As for ``add_request``: one for all prompts, or one for each.
+            hints: As for ``add_request``: one value for all prompts, or one for each.
             on_progress: Called after each step with the number of finished prompts, refused ones included. It may call
                 ``stats``, and no verb of the engine; an exception that it raises ends the batch. If it returns False,
                 the batch ends: the outputs of unfinished prompts hold what was generated (``finish_reason="aborted"``).
@@ -191,8 +205,8 @@ class Engine(EngineCore[Request]):
 
         Raises:
             RequestError: An argument is not valid for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``,
-                ``bad_owner``); or every prompt is refused, with the error of the first one, as ``add_request`` and
-                ``stream`` raise it.
+                ``bad_owner``, ``bad_hints``); or every prompt is refused, with the error of the first one, as
+                ``add_request`` and ``stream`` raise it.
             ModelError: Every prompt is refused, and one is text, but the model has no tokenizer.
         """
         with self._turns.let_through():
@@ -200,9 +214,12 @@ class Engine(EngineCore[Request]):
             params = params_for_each(params, len(prompts))
             salts = salt_of_each(cache_salt, len(prompts))
             owners = owner_of_each(owner, len(prompts))
+            all_hints = hints_of_each(hints, len(prompts))
         ended = self._serve(
             len(prompts),
-            lambda index: self._add_samples(prompts[index], params[index], None, salts[index], owners[index]),
+            lambda index: self._add_samples(
+                prompts[index], params[index], None, salts[index], owners[index], all_hints[index]
+            ),
             on_progress,
         )
         outputs = []
@@ -404,11 +421,13 @@ class Engine(EngineCore[Request]):
         request_id: str | None,
         cache_salt: str,
         owner: str = "",
+        hints: Hints | None = None,
     ) -> list[Request]:
         """Queue a request, and return all samples of it."""
         params = checked_params(params, self._default_params)
         check_salt(cache_salt)
         check_owner(owner)
+        hints = checked_hints(hints)
         request_id = self._new_id(request_id)
         # Reading a prompt may take long, and changes no state.
         with self._turns.let_through():
@@ -432,6 +451,7 @@ class Engine(EngineCore[Request]):
             inputs=inputs,
             cache_salt=cache_salt,
             owner=owner,
+            hints=hints,
             boundaries=boundaries if self._manager.prefix_caching else (),
             keeps_part=self.plan.keeps_part,
             ranges=ranges,

@@ -60,6 +60,7 @@ def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
         mover=assembly.setup.make_mover(assembly.views),
         audited=cache.audit,
         eviction=assembly.setup.eviction_policy,
+        max_kept_share=cache.max_kept_percent / 100,
     )
     if poison_freed:
         storage.poison()
@@ -162,6 +163,7 @@ def make_scheduler(
         swaps=assembly.stack.cache.preemption == "swap",
         drafting=drafting,
         tiers=tiers,
+        policy=assembly.setup.scheduling_policy,
     )
 
 

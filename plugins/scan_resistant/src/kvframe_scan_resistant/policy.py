@@ -1,4 +1,4 @@
-"""The policy: least recently used, but pages of a kind that is often used again are evicted later."""
+"""The policy: least recently used, but pages that will be used again are evicted later: by experience, or by hints."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ class ScanResistant(EvictionPolicy):
     the policy equals least recently used. If they are rarely hit, one-off prompts are evicted first. No page is kept
     for ever: a priority is larger by ``patience`` times the pool at most.
 
+    Hints go before experience. A page that is needed for some time (``keep_seconds``) counts as one that is always hit
+    again. A page that is needed no more counts as one that was released one size of the pool earlier. So does a page of
+    less urgent requests only (a ``priority`` above 0), as long as nobody needs it.
+
     Attributes:
         patience: The number of times that the pool may be refilled before a page is evicted whose kind is always hit
-            again, if new pages are never hit; 0 is least recently used.
+            again, if new pages are never hit, or that is needed by a hint; 0 is least recently used.
     """
 
     name: ClassVar[str] = "scan_resistant"
@@ -43,5 +47,11 @@ class ScanResistant(EvictionPolicy):
         worth = np.maximum.accumulate(pages.reuse)
         better = 1.0 - np.divide(worth[0], worth, out=np.ones_like(worth), where=worth > 0)
         later = (self.patience * better**2 * pages.capacity).astype(np.int64)
-        found: npt.NDArray[np.int64] = pages.clock + later[np.minimum(pages.uses, MOST_USES)]
+        delay = later[np.minimum(pages.uses, MOST_USES)]
+        if pages.seconds_left is not None and self.patience:
+            delay[pages.seconds_left > 0] = self.patience * pages.capacity
+            delay[pages.seconds_left == 0] -= pages.capacity
+            if pages.request_priorities is not None:
+                delay[(pages.request_priorities > 0) & np.isnan(pages.seconds_left)] -= pages.capacity
+        found: npt.NDArray[np.int64] = pages.clock + delay
         return found

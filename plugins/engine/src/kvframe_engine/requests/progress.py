@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 import attrs
 
-from kvframe import FoundPrefix, InputSequence, RangedTokens
+from kvframe import FoundPrefix, Hints, InputSequence, RangedTokens
 from kvframe.contract.model import ModelInput
 from kvframe.contract.specs import TokenRange
 from kvframe_engine.requests.fetch import Fetch
@@ -24,6 +24,8 @@ aborted it; it was not admitted; its step failed, or the model's output for it i
 
 NO_INPUTS: Mapping[str, ModelInput] = MappingProxyType({})
 NO_SEQUENCES: Mapping[str, InputSequence] = MappingProxyType({})
+NO_HINTS: Hints = Hints()
+"""The hints of a request whose sender gives none."""
 
 
 def input_sequences(inputs: Mapping[str, ModelInput]) -> Mapping[str, InputSequence]:
@@ -47,6 +49,8 @@ class RequestProgress:
         num_prompt_tokens: How many of them are the prompt.
         cache_salt: The request shares cached prefixes and inputs with requests of the same salt only.
         owner: Whose request it is: owners share the engine equally.
+        hints: What its sender says of its urgency, and of its prefix.
+        order: What a scheduling policy gave it, and a number that grows with each request.
         inputs: Its inputs beside the tokens, by sequence, kept so that they can be computed again.
         input_sequences: The same in the form that the cache takes.
         new_inputs: The inputs whose state the running step computes.
@@ -83,6 +87,8 @@ class RequestProgress:
     num_prompt_tokens: int
     cache_salt: str = ""
     owner: str = ""
+    hints: Hints = NO_HINTS
+    order: tuple[float, int] = (0.0, 0)
     inputs: Mapping[str, ModelInput] = NO_INPUTS
     input_sequences: Mapping[str, InputSequence] = attrs.field(
         init=False, default=attrs.Factory(lambda self: input_sequences(self.inputs), takes_self=True)

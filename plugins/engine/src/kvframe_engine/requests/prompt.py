@@ -7,11 +7,12 @@ from typing import Any
 
 import attrs
 
-from kvframe import KVCacheManager, RangedTokens
+from kvframe import Hints, KVCacheManager, RangedTokens
 from kvframe.contract.errors import RequestError, shown
 from kvframe.contract.specs import TokenRange
 from kvframe_engine.requests.params import SamplingParams, bad_params
 from kvframe_engine.requests.processors import Started
+from kvframe_engine.requests.progress import NO_HINTS
 from kvframe_engine.requests.request import Request
 from kvframe_engine.requests.text import TextStream
 
@@ -176,6 +177,42 @@ def _one_for_each(values: str | Sequence[str], num_requests: int, name: str, cod
     if len(values) != num_requests:
         raise RequestError(f"{num_requests} requests have {len(values)} values of {name}", code=code)
     return values
+
+
+def checked_hints(hints: Any) -> Hints:
+    """Return a request's hints: ``NO_HINTS`` for None.
+
+    Raises:
+        RequestError: ``hints`` is neither ``Hints`` nor None (``bad_hints``).
+    """
+    if hints is None:
+        return NO_HINTS
+    if not isinstance(hints, Hints):
+        raise _bad_hints(f"hints must be a Hints or None, not {shown(hints)}")
+    return hints
+
+
+def hints_of_each(hints: Any, num_requests: int) -> Sequence[Any]:
+    """Return the hints of each request of a batch; they are not checked yet.
+
+    Args:
+        hints: One value for all requests, or a sequence with one for each; None for none.
+        num_requests: The number of requests.
+
+    Raises:
+        RequestError: ``hints`` is neither, or the sequence has another length (``bad_hints``).
+    """
+    if hints is None or isinstance(hints, Hints):
+        return [hints] * num_requests
+    if not isinstance(hints, Sequence) or isinstance(hints, str | bytes | bytearray):
+        raise _bad_hints(f"hints must be a Hints, or one for each prompt in a list, not {shown(hints)}")
+    if len(hints) != num_requests:
+        raise _bad_hints(f"{num_requests} prompts have {len(hints)} hints")
+    return hints
+
+
+def _bad_hints(message: str) -> RequestError:
+    return RequestError(message, code="bad_hints")
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

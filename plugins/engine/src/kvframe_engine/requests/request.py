@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from kvframe import FoundPrefix
+from kvframe import FoundPrefix, Hints
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import ModelInput
 from kvframe.contract.specs import TokenRange
 from kvframe_engine.requests.params import SamplingParams as SamplingParams
 from kvframe_engine.requests.processors import Started
-from kvframe_engine.requests.progress import NO_INPUTS, FinishReason, RequestProgress
+from kvframe_engine.requests.progress import NO_HINTS, NO_INPUTS, FinishReason, RequestProgress
 from kvframe_engine.requests.text import TextStream
 
 
@@ -208,6 +208,7 @@ class Request(RequestProgress):
         inputs: Mapping[str, ModelInput] = NO_INPUTS,
         cache_salt: str = "",
         owner: str = "",
+        hints: Hints = NO_HINTS,
         asked_id: str | None = None,
         sample: int = 0,
         boundaries: tuple[int, ...] = (),
@@ -227,6 +228,7 @@ class Request(RequestProgress):
             inputs: Its inputs beside the tokens, by sequence, checked.
             cache_salt: The request shares cached prefixes with requests of the same salt.
             owner: Whose request it is.
+            hints: What its sender knows of it.
             asked_id: The id that its owner uses; ``request_id`` unless given.
             sample: The index of the sample.
             boundaries: Tokens of the prompt at which steps end, ascending.
@@ -247,6 +249,7 @@ class Request(RequestProgress):
             inputs=inputs,
             cache_salt=cache_salt,
             owner=owner,
+            hints=hints,
             boundaries=(*boundaries, len(prompt_token_ids)) if keeps_part else boundaries,
             keeps_part=keeps_part,
             ranges=ranges,

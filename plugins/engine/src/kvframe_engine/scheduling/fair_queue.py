@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Generic
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic
 
 from kvframe_engine.requests.progress import RequestT
 
@@ -55,6 +55,27 @@ class FairQueue(Generic[RequestT]):
         if len(waiting) > 1 or len(running) > 1:
             return True
         return bool(waiting and running) and next(iter(waiting)) not in running
+
+    @property
+    def ranks_running(self) -> bool:
+        """Whether running requests have another order than that of their admission."""
+        return self.has_several_owners
+
+    def ranks(self, requests: Sequence[RequestT]) -> Sequence[Any]:
+        """Return the rank of each running request: how many requests of its owner are before it.
+
+        Ordered by rank, the last request is the last one of the owner with the most. With one owner, nothing changes.
+        """
+        counts: dict[str, int] = {}
+        ranks = []
+        for request in requests:
+            ranks.append(counts.get(request.owner, 0))
+            counts[request.owner] = ranks[-1] + 1
+        return ranks
+
+    def may_preempt(self, request: RequestT, victim: RequestT) -> bool:
+        """Return whether a waiting request may preempt a running one: its owner has at least two fewer."""
+        return self.num_running(victim.owner) >= self.num_running(request.owner) + 2
 
     def num_running(self, owner: str) -> int:
         """Return the number of running requests of an owner."""

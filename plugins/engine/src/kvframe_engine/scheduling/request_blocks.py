@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Generic, Protocol
 
 import attrs
 
-from kvframe import FoundPrefix, InputSequence
+from kvframe import FoundPrefix, Hints, InputSequence
 from kvframe.contract.order import IntArray
 from kvframe.contract.specs import TokenRange
-from kvframe_engine.requests.progress import NO_SEQUENCES, RequestProgress, RequestT
+from kvframe_engine.requests.progress import NO_HINTS, NO_SEQUENCES, RequestProgress, RequestT
 from kvframe_engine.scheduling.stats import SchedulerStats
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ class RequestCache(Protocol):
             RuntimeError: It cannot be copied; it is still in host memory.
         """
 
-    def free(self, request_id: str) -> None:
-        """Free all blocks of a request, and its state in host memory."""
+    def free(self, request_id: str, *, hints: Hints = NO_HINTS, owner: str = "") -> None:
+        """Free all blocks of a request, and its state in host memory; if it has ended, with its hints."""
 
     def row(self, request_id: str) -> int:
         """Return a started request's row."""
@@ -152,7 +152,10 @@ class RequestBlocks(Generic[RequestT]):
 
     def release(self, request: RequestT) -> None:
         """Free all blocks of a request; none of its tokens are computed then."""
-        self._cache.free(request.request_id)
+        if request.hints is NO_HINTS or request.finish_reason is None:
+            self._cache.free(request.request_id)
+        else:
+            self._cache.free(request.request_id, hints=request.hints, owner=request.owner)
         request.row = -1
         request.is_swapped = False
         request.num_computed, request.has_chosen = 0, False

@@ -24,6 +24,12 @@ preempted by no rule while others run. So it ends, and every other one becomes t
 owner with a new short request whenever the last one has ended. Each of them can preempt the last request of the owner
 with the most, which then computes again what it does not find in the cache or in host memory; its other requests
 continue.
+
+A scheduling policy replaces these rules by one order: the waiting request with the smallest number is admitted first,
+the running one with the largest is preempted first, and a waiting request that finds no row or too few blocks preempts
+running ones whose numbers are larger by the policy's gap. The running request with the smallest number is preempted for
+no other running one, and for no waiting one within the gap. As numbers never change, and each request gets a larger
+number than all that came long before it, every request has the smallest number some time, and ends.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Generic, cast
 
 import numpy as np
@@ -38,9 +45,11 @@ import numpy as np
 from kvframe.contract.errors import KVFrameError
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
+from kvframe.contract.scheduling import FCFS, SchedulingPolicy
 from kvframe_engine.requests.progress import FinishReason, RequestProgress, RequestT
 from kvframe_engine.scheduling.drafting import Continue, Drafting
 from kvframe_engine.scheduling.fair_queue import FairQueue
+from kvframe_engine.scheduling.ordered_queue import OrderedQueue
 from kvframe_engine.scheduling.request_blocks import RequestBlocks, RequestCache, is_being_computed
 from kvframe_engine.scheduling.stats import SchedulerStats
 from kvframe_engine.scheduling.step import Outcomes, RunningRequests, ScheduledStep
@@ -82,6 +91,8 @@ class Scheduler(Generic[RequestT]):
         swaps: bool = True,
         drafting: Drafting[RequestT] | None = None,
         tiers: Tiers | None = None,
+        policy: SchedulingPolicy = FCFS,
+        now: Callable[[], float] = monotonic,
     ) -> None:
         """Start with nothing to do.
 
@@ -98,8 +109,14 @@ class Scheduler(Generic[RequestT]):
                 more than ``max_num_batched_tokens``.
             drafting: Gets draft tokens for requests that generate; None for none.
             tiers: Brings prefixes from host memory and page stores; None for none.
+            policy: Orders requests; with ``FCFS``, owners share what runs.
+            now: Returns the seconds of a clock that never goes back.
+
+        Raises:
+            PluginError: The policy gives a wrong answer.
         """
-        self.waiting: FairQueue[RequestT] = FairQueue()
+        self.waiting: FairQueue[RequestT] | OrderedQueue[RequestT]
+        self.waiting = FairQueue() if policy == FCFS else OrderedQueue(policy, now)
         self.running: RunningRequests[RequestT] = RunningRequests(max_num_seqs)
         self.stats = SchedulerStats()
         self._cache = cache
@@ -173,7 +190,7 @@ class Scheduler(Generic[RequestT]):
         return failed
 
     def _schedule(self) -> ScheduledStep[RequestT] | None:
-        if self.waiting.queues and self.running and self.waiting.has_several_owners:
+        if self.waiting.queues and self.running and self.waiting.ranks_running:
             self._preempt_for_waiting()
         preempted = self.stats.preemptions
         if self._choosing:
@@ -366,6 +383,8 @@ class Scheduler(Generic[RequestT]):
             for request in self._pausing:
                 counts[self.running.index(request)] = request.next_stop - request.num_computed
         if int(counts.sum()) > budget:
+            if self.waiting.ranks_running and not self.waiting.has_several_owners and self._rank():
+                return self._continue_running()
             if not self._ranged and self.waiting.has_several_owners:
                 counts = self._divide(counts)
             else:
@@ -381,8 +400,8 @@ class Scheduler(Generic[RequestT]):
         except BaseException:
             pass  # a copy failed, or a spec is wrong; allocating one by one finds the request
         # There are too few blocks for all: requests that were admitted early take blocks from those admitted late.
-        if self.waiting.has_several_owners:
-            self.running.rank()
+        if self.waiting.ranks_running:
+            self._rank()
         granted: list[int] = []
         while len(granted) < len(self.running) and budget:
             request = self.running[len(granted)]
@@ -485,13 +504,17 @@ class Scheduler(Generic[RequestT]):
         num_needed = len(request.token_ids) if request is without_blocks else 0
         if not (is_full or num_needed):
             return
-        self.running.rank()
-        while waiting.num_running(self.running[-1].owner) >= waiting.num_running(request.owner) + 2:
+        self._rank()
+        while self.running and waiting.may_preempt(request, self.running[-1]):
             victim = self.running[-1]
             num_needed -= len(victim.token_ids)
             self._preempt(victim)
             if num_needed <= 0:
                 break
+
+    def _rank(self) -> bool:
+        """Order the running requests by their ranks; return whether their order changed."""
+        return self.running.rank(self.waiting.ranks)
 
     def _next_waiting(self) -> RequestT | None:
         """Return the waiting request to admit next; None if none can be admitted, however many blocks are free."""

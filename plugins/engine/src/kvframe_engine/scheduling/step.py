@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, overload
+from typing import Any, Generic, overload
 
 import attrs
 import numpy as np
@@ -70,23 +70,16 @@ class RunningRequests(Sequence[RequestT]):
         self._columns[:, : len(going_on)] = self._columns[:, going_on]
         self._is_ranked = False
 
-    def rank(self) -> None:
-        """Order the requests by rank: the first of each owner, then the second of each, and so on.
-
-        Requests of one rank keep their order, so with one owner this changes nothing. The last request is then the last
-        one of the owner with the most. The first request stays the first one until it ends.
-        """
+    def rank(self, ranks_of: Callable[[list[RequestT]], Sequence[Any]]) -> bool:
+        """Order the requests by their ranks, and keep the order of those of one rank; return whether it changed."""
         if self._is_ranked:
-            return
-        counts: dict[str, int] = {}
-        ranks = []
-        for request in self._requests:
-            ranks.append(counts.get(request.owner, 0))
-            counts[request.owner] = ranks[-1] + 1
-        order = np.argsort(ranks, kind="stable")
-        self._requests = [self._requests[index] for index in order.tolist()]
+            return False
+        ranks = ranks_of(self._requests)
+        order = sorted(range(len(ranks)), key=ranks.__getitem__)
+        self._requests = [self._requests[index] for index in order]
         self._columns[:, : len(order)] = self._columns[:, order]
         self._is_ranked = True
+        return order != sorted(order)
 
     @overload
     def __getitem__(self, index: int) -> RequestT: ...

@@ -1,0 +1,1 @@
+"""The scheduling policy ``priority``: urgent requests are served first, and none waits for ever."""
