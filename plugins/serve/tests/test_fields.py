@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from kvframe_serve.reading import bodies
 from kvframe_serve.reading.fields import Fields, accepted_values
@@ -94,6 +95,9 @@ SAMPLED: dict[str, tuple[Any, Callable[[Question], Any], Any]] = {
     "stream": (True, lambda question: question.stream, True),
     "cache_salt": ("s", lambda question: question.cache_salt, "s"),
     "user": ("anna", lambda question: dict(question.logged), {"user": "anna"}),
+    "priority": (-3, lambda question: dict(question.hints), {"priority": -3}),
+    "keep_seconds": (0, lambda question: dict(question.hints), {"keep_seconds": 0}),
+    "include_cached": (True, lambda question: question.with_cached, True),
     "max_tokens": (7, lambda question: question.params.max_new_tokens, 7),
 }
 """For each field that both bodies have: a value, what it changes, and to what."""
@@ -102,6 +106,7 @@ COMPLETION: dict[str, tuple[Any, Callable[[Question], Any], Any]] = {
     **SAMPLED,
     "prompt": (["ab", "c"], lambda question: [len(prompt) for prompt in question.prompts], [2, 1]),
     "echo": (True, lambda question: question.echo, ("ab",)),
+    "cache_boundaries": ([1, 2], lambda question: question.boundaries, (1, 2)),
     "logprobs": (2, lambda question: (question.params.logprobs, question.params.top_logprobs), (True, 2)),
 }
 CHAT: dict[str, tuple[Any, Callable[[Question], Any], Any]] = {
@@ -132,7 +137,15 @@ def served(kind: type[Fields]) -> set[str]:
 def test_every_served_field_has_a_case() -> None:
     assert served(bodies.CompletionBody) == set(COMPLETION) | {"stream_options", "add_special_tokens"}
     assert served(bodies.ChatBody) == set(CHAT) | set(MORE) - {"add_special_tokens"}
-    assert served(bodies.Message) == {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+    assert served(bodies.Message) == {
+        "role",
+        "content",
+        "name",
+        "tool_calls",
+        "tool_call_id",
+        "reasoning_content",
+        "cache_control",
+    }
     assert served(bodies.EmbeddingBody) == {"model", "input", "encoding_format", "cache_salt", "user"}
     assert served(bodies.TokenizeBody) == {
         "model",
@@ -189,6 +202,36 @@ def test_the_fields_of_a_message_reach_the_template(reader: Reader) -> None:
     assert written.startswith("<|im_start|>assistant\none\ntwo<tool_call>\n")
     for part in ('{"name": "f", "arguments": {"a": 1}}', "<think>hm</think>", "anna", "8"):
         assert part in written
+
+
+def test_a_mark_in_a_chat_says_what_other_chats_begin_with(reader: Reader) -> None:
+    def marked(*contents: str, mark: int = 0) -> Question:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": each} for each in contents]
+        messages[mark]["cache_control"] = {"type": "ephemeral"}
+        return chat(reader, messages=messages)
+
+    one, other = marked("system", "q"), marked("system", "another")
+    (boundary,) = one.boundaries
+    assert one.boundaries == other.boundaries
+    assert one.prompts[0][:boundary] == other.prompts[0][:boundary]
+    assert boundary > len(chat(reader, messages=[{"role": "user", "content": ""}]).prompts[0]) / 2
+    assert marked("a", "b", mark=1).boundaries[0] > marked("a", "b").boundaries[0]
+    with pytest.raises(RequestError, match="5 messages have cache_control, and 4 may have it"):
+        chat(reader, messages=[{**HELLO[0], "cache_control": {"type": "ephemeral"}}] * 5)
+    with pytest.raises(RequestError, match="type must be 'ephemeral'"):
+        chat(reader, messages=[{**HELLO[0], "cache_control": {"type": "for ever"}}])
+
+
+def test_wrong_hints_are_refused_by_their_names(reader: Reader) -> None:
+    for fields, why in (
+        ({"priority": 2**40}, "priority must be a whole number from"),
+        ({"keep_seconds": -1}, "keep_seconds must be a number of seconds, at least 0, or None, not -1"),
+    ):
+        with pytest.raises(RequestError, match=why) as refusal:
+            completion(reader, **fields)
+        assert "bad_hints" == refusal.value.code
+    with pytest.raises(RequestError, match="priority must be a valid integer"):
+        completion(reader, priority="high")
 
 
 def refused_value(accepted: list[Any]) -> Any:
@@ -329,6 +372,26 @@ def test_cached_tokens_are_counted(serve: Serve) -> None:
         return int(usage.prompt_tokens_details.cached_tokens)
 
     assert [0, 144] == [cached(), cached()]
+
+
+def test_an_answer_says_where_cached_tokens_came_from(serve: Serve) -> None:
+    client = serve().client()
+
+    def cached(**more: Any) -> list[Any]:
+        answer: Any = client.completions.create(
+            model="tiny", prompt=["a prompt of several blocks, " * 3, "b" * 40], max_tokens=1, extra_body=more
+        )
+        return getattr(answer.usage.prompt_tokens_details, "cached", [])
+
+    assert [] == cached()
+    first, second = cached(include_cached=True)
+    assert (80, 80, 0, []) == tuple(
+        first[name] for name in ("cached_tokens", "device_tokens", "restored_tokens", "restored_from")
+    )
+    assert (32, 32, "") == (second["cached_tokens"], second["known_tokens"], second["why"])
+    assert 80 == cached(include_cached=True, cache_boundaries=[16, 17])[0]["cached_tokens"]
+    with pytest.raises(openai.BadRequestError, match="whole numbers from 1 to its number of tokens"):
+        cached(cache_boundaries=[999])
 
 
 def test_models_are_named(serve: Serve) -> None:

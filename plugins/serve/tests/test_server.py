@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import threading
@@ -16,11 +17,11 @@ import attrs
 import openai
 import pytest
 from kvframe_serve.limits import Limits
-from kvframe_serve.plugin import NUMBERS
+from kvframe_serve.plugin import HINT_LIMITS, NUMBERS
 from kvframe_serve.request_log import LOG
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from kvframe import Engine, SamplingParams
+from kvframe import Engine, Hints, SamplingParams
 from kvframe.contract import StackError
 from plugins.serve.tests.conftest import STACK, Running, wait_until
 
@@ -446,14 +447,63 @@ def test_more_requests_than_the_most_are_told_to_try_again(serve: Serve) -> None
     client.completions.create(model="tiny", prompt="x", max_tokens=1)
 
 
-@pytest.mark.parametrize("limits", [{"max_requests": 0}, {"max_tokens": 3}, {"max_new_tokens": True}])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_requests": 0},
+        {"max_tokens": 3},
+        {"max_new_tokens": True},
+        {"max_keep_seconds": -1},
+        {"min_priority": 0.5},
+        {"key_limits": {"secret-key": {"min_priority": 0}}},
+        {"key_limits": {"0123abcd": {"max_requests": 1}}},
+        {"key_limits": {"0123abcd": 5}},
+    ],
+)
 def test_wrong_limits_are_refused(serve: Serve, limits: dict[str, Any]) -> None:
     with pytest.raises(StackError, match=r"\[plugin.serve\] takes max_requests, max_requests_per_key, max_new_tokens"):
         serve(limits)
 
 
+def test_hints_are_limited_by_key(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the body nor a header makes a request more urgent than its key may be, or keeps its prefix for longer."""
+    trusted = hashlib.blake2b(b"trusted", digest_size=16).hexdigest()[:8]
+    limits = {"max_keep_seconds": 60, "key_limits": {trusted: {"min_priority": -5, "max_keep_seconds": 600}}}
+    running = serve(limits, keys=("trusted", "other"), engine={"scheduling": "priority"})
+    seen: list[tuple[str, Hints]] = []
+    add = running.server.engine.add_request
+
+    def watched(*prompt: Any, hints: Hints, owner: str, **options: Any) -> Any:
+        seen.append((owner[:8], hints))
+        return add(*prompt, hints=hints, owner=owner, **options)  # type: ignore[call-arg]
+
+    monkeypatch.setattr(running.server.engine, "add_request", watched)
+    sent: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+        ("trusted", {"priority": -9, "keep_seconds": 9000}, {}),
+        ("other", {"priority": -9, "keep_seconds": 9000}, {}),
+        ("other", {}, {"X-Request-Priority": "-9", "X-Keep-Seconds": "1e9"}),
+        ("other", {"priority": 2}, {"X-Request-Priority": "7", "X-Keep-Seconds": "0"}),
+        ("other", {}, {}),
+    ]
+    for key, body, headers in sent:
+        client = running.client(key)
+        client.completions.create(model="tiny", prompt="x", max_tokens=1, extra_body=body, extra_headers=headers)
+    assert trusted == seen[0][0] != seen[1][0]
+    assert [
+        Hints(priority=-5, keep_seconds=600),
+        Hints(keep_seconds=60),
+        Hints(keep_seconds=60),
+        Hints(priority=2, keep_seconds=0),
+        Hints(),
+    ] == [hints for _, hints in seen]
+    with pytest.raises(openai.BadRequestError, match="the header x-request-priority must be a number, not 'high'"):
+        running.client("other").completions.create(
+            model="tiny", prompt="x", max_tokens=1, extra_headers={"X-Request-Priority": "high"}
+        )
+
+
 def test_every_limit_is_a_key_of_the_stack_file() -> None:
-    assert {*NUMBERS, "answers"} == {field.name for field in attrs.fields(Limits)}
+    assert {*NUMBERS, *HINT_LIMITS, "answers", "key_limits"} == {field.name for field in attrs.fields(Limits)}
 
 
 def test_a_failing_step_fails_its_requests_and_no_others(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,9 @@ from typing import Any
 
 import attrs
 
+from kvframe import Hints
+from kvframe.contract import RequestError
+from kvframe_serve.hinting import ALL_LIMITS, HintLimits, hints_of_headers
 from kvframe_serve.quotas import BusyError, Quota, Share
 from kvframe_serve.request_log import log_request
 
@@ -38,6 +41,8 @@ class Caller:
         owner: Stands for the caller's key; empty without a key.
         salt: The cache salt from the caller's key and header.
         share: What it uses of the quota of samples.
+        hints: The hints that the headers give, by name.
+        hint_limits: The most that the hints of its requests count for.
         on_end: Functions that are called when the request was answered or its client disconnected.
         logged: What the log says of the request, by name.
     """
@@ -46,8 +51,25 @@ class Caller:
     owner: str
     salt: str
     share: Share
+    hints: Mapping[str, Any] = attrs.field(factory=dict)
+    hint_limits: HintLimits = ALL_LIMITS
     on_end: list[Callable[[], None]] = attrs.field(factory=list)
     logged: dict[str, Any] = attrs.field(factory=dict)
+
+    def hints_for(self, hints: Mapping[str, Any]) -> Hints:
+        """Return the hints of the request, within the caller's limits.
+
+        Args:
+            hints: The hints in the request's body, by name.
+
+        Raises:
+            RequestError: A hint is wrong (``bad_hints``).
+        """
+        if not (hints or self.hints):
+            return self.hint_limits.limited(Hints())
+        found = self.hint_limits.limited(Hints(**{**self.hints, **hints}))
+        self.logged |= {"priority": found.priority, "keep_seconds": found.keep_seconds}
+        return found
 
     def salt_for(self, salt_name: str) -> str:
         """Return the cache salt of the request. The key is part of it, so no caller can name another caller's salt.
@@ -91,6 +113,7 @@ class Access:
         max_body_bytes: int,
         client_seconds: float,
         count_refusal: Callable[[str], None] = lambda code: None,
+        hint_limits: Callable[[str], HintLimits] = lambda key_name: ALL_LIMITS,
     ) -> None:
         """Wrap the application.
 
@@ -101,7 +124,9 @@ class Access:
             max_body_bytes: The most bytes of a request's body.
             client_seconds: How long a client may take to send a body.
             count_refusal: Called with the code of each refusal.
+            hint_limits: Returns the most that hints count for, by what the log says of the caller's key.
         """
+        self._hint_limits = hint_limits
         self._app = app
         self._quota = quota
         self._keys = [key.encode() for key in keys]
@@ -161,7 +186,12 @@ class Access:
         owner = hashlib.blake2b(key, digest_size=16).hexdigest() if key else ""
         header = headers.get(SALT_HEADER, b"").decode("latin-1")
         share, body_share = Share(self._quota, owner), Share(self._bytes, owner)
-        caller = Caller(request_id, owner, f"{owner}/{header}" if header else owner, share)
+        try:
+            hints = hints_of_headers(headers)
+        except RequestError as error:
+            raise _Refused(400, str(error), error.code, closes=True) from None
+        salt = f"{owner}/{header}" if header else owner
+        caller = Caller(request_id, owner, salt, share, hints, self._hint_limits(owner[:8]))
         if owner:
             caller.logged["key"] = owner[:8]
         token = CALLER.set(caller)

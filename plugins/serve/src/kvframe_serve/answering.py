@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.responses import Response, StreamingResponse
 
-from kvframe import EmbeddingOutput
+from kvframe import EmbeddingOutput, FoundPrefix
 from kvframe_serve.access import CALLER, Caller, error_body
 from kvframe_serve.answers import AnswerFormat
 from kvframe_serve.choices import ChatChoice, Choice, TextChoice
@@ -217,11 +217,30 @@ def _usage(question: Question, generation: Generation, caller: Caller) -> dict[s
         "generated_tokens": num_generated,
         **question.logged,
     }
+    details: dict[str, Any] = {"cached_tokens": num_cached}
+    if question.with_cached:
+        details["cached"] = [_found(generation.cached.get(index)) for index in range(len(question.prompts))]
     return {
         "prompt_tokens": prompt,
         "completion_tokens": num_generated,
         "total_tokens": prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "prompt_tokens_details": details,
+    }
+
+
+def _found(cached: FoundPrefix | None) -> dict[str, Any] | None:
+    """Return what was found of a prompt, where it was, and why it was not more."""
+    if cached is None:
+        return None
+    return {
+        "cached_tokens": cached.num_tokens,
+        "known_tokens": cached.known_tokens,
+        "device_tokens": cached.num_tokens - cached.restored_tokens,
+        "restored_tokens": cached.restored_tokens,
+        "restored_from": list(cached.restored_from),
+        "of_groups": {str(group): count for group, count in cached.of_groups.items()},
+        "limited_by": list(cached.limited_by),
+        "why": cached.why,
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from kvframe import RequestOutput, SamplingParams
+from kvframe import FoundPrefix, Prompt, RequestOutput, SamplingParams
 from kvframe_serve.access import Caller
 from kvframe_serve.engine_thread import EngineEnded, EngineThread
 from kvframe_serve.metrics import RequestTimes
@@ -57,6 +57,7 @@ class Generation:
     Attributes:
         num_generated: The generated tokens of all choices.
         num_cached: The prompt tokens that were found in the cache.
+        cached: By the index of the prompt, what was found of it.
     """
 
     def __init__(self, question: Question, caller: Caller, times: RequestTimes) -> None:
@@ -68,6 +69,7 @@ class Generation:
             times: Where the times of tokens are recorded.
         """
         self.num_generated = self.num_cached = 0
+        self.cached: dict[int, FoundPrefix] = {}
         self._question = question
         self._caller = caller
         self._times = times
@@ -89,9 +91,10 @@ class Generation:
         """
         question, caller = self._question, self._caller
         options: dict[str, Any] = {"cache_salt": caller.salt_for(question.cache_salt), "owner": caller.owner}
+        options["hints"] = caller.hints_for(question.hints)
         for index, prompt in enumerate(question.prompts):
             request_id = await thread.add(
-                partial(_add, prompt, question.params, options),
+                partial(_add, prompt, question.boundaries, question.params, options),
                 question.params.n,
                 partial(self._receive, index * question.params.n),
             )
@@ -153,7 +156,9 @@ class Generation:
             self._first_at[choice] = now
             if output.sample == 0:
                 self._times.first_token(now - self._begun)
-                self.num_cached += 0 if output.cached is None else output.cached.num_tokens
+                if output.cached is not None:
+                    self.num_cached += output.cached.num_tokens
+                    self.cached[choice // self._question.params.n] = output.cached
         if output.finish_reason is not None:
             if self._num_tokens[choice] > 1:
                 self._times.output_token((now - self._first_at[choice]) / (self._num_tokens[choice] - 1))
@@ -173,5 +178,8 @@ class Generation:
         self._ready.set()
 
 
-def _add(prompt: Sequence[int], params: SamplingParams, options: Mapping[str, Any], engine: Any) -> str:
-    return str(engine.add_request(prompt, params, **options))
+def _add(
+    prompt: Sequence[int], boundaries: Sequence[int], params: SamplingParams, options: Mapping[str, Any], engine: Any
+) -> str:
+    with_boundaries = Prompt(decoder=prompt, boundaries=boundaries) if boundaries else prompt
+    return str(engine.add_request(with_boundaries, params, **options))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 
+from kvframe_serve.hinting import HintLimits
 from kvframe_serve.plugin import SETTINGS, check_settings
 
 
@@ -25,6 +28,9 @@ class Limits:
         read_memory_mb: Megabytes that this may take.
         answers: The registered name of the format in which the model marks its reasoning and its tool calls; without
             a value, the format that matches the checkpoint's chat template.
+        min_priority: The smallest ``priority`` of a request: smaller ones, which are more urgent, count as this one.
+        max_keep_seconds: The most ``keep_seconds`` of a request; longer times count as these.
+        key_limits: Other values of the last two for some keys, by what the log says of the key (``key=``).
     """
 
     max_requests: int = 256
@@ -37,6 +43,14 @@ class Limits:
     read_seconds: int = 10
     read_memory_mb: int = 1024
     answers: str | None = None
+    min_priority: int = 0
+    max_keep_seconds: int = 3600
+    key_limits: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)
+
+    def hint_limits(self, key_name: str) -> HintLimits:
+        """Return the most that hints count for of the caller with a key, by the name that the log gives the key."""
+        of_all = {"min_priority": self.min_priority, "max_keep_seconds": self.max_keep_seconds}
+        return HintLimits(**{**of_all, **self.key_limits.get(key_name, {})})
 
 
 def read_limits() -> Limits:

@@ -126,6 +126,7 @@ class Server:
             max_body_bytes=limits.max_body_bytes,
             client_seconds=limits.client_seconds,
             count_refusal=self._times.refused,
+            hint_limits=limits.hint_limits,
         )
 
     @property

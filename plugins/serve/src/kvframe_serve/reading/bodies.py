@@ -146,6 +146,9 @@ class SampledBody(Body):
     stream: bool | None = field("Whether the answer comes in parts, as events.")
     stream_options: StreamOptions | None = field("Options of a stream; only with stream.")
     cache_salt: str | None = field("Requests of one key share cached prefixes only if their salts are equal.")
+    priority: int | None = field("A smaller number is more urgent, if the server's stack asks for it; 0 unless given.")
+    keep_seconds: float | None = field("For how long after the answer the prefix will be needed; 0: not again.")
+    include_cached: bool | None = field("Whether usage says where cached tokens came from, and what limited them.")
     user: str | None = field("Who asks; written to the server's log.")
     response_format: ResponseFormat | None = field(
         "Forces the answer into JSON: `json_object`, or `json_schema` with its schema; `text` is any answer."
@@ -161,6 +164,9 @@ class CompletionBody(SampledBody):
     logprobs: int | None = field("Reports each token's log-probability, and those of so many likeliest tokens.")
     add_special_tokens: bool | None = field(
         "Whether a text begins with the tokenizer's special tokens; true unless given."
+    )
+    cache_boundaries: list[int] | None = field(
+        "Numbers of first tokens that other prompts share: states are kept there."
     )
     best_of: Any = only("More samples than are answered.", 1)
     suffix: Any = only("A text after the completion.", "")
@@ -182,6 +188,12 @@ class MessageToolCall(Fields):
     index: int | None = None
 
 
+class CacheControl(Fields):
+    """A mark of where a prefix ends that other chats share."""
+
+    type: Literal["ephemeral"] = needed("Other prompts begin with the chat up to here.")
+
+
 class Message(Fields):
     """A message of a chat, in the form in which a client sends it and in which the server answered."""
 
@@ -191,6 +203,9 @@ class Message(Fields):
     tool_calls: list[MessageToolCall] | None = field("The tool calls of an assistant's message.")
     tool_call_id: str | None = field("Which tool call this message answers.")
     reasoning_content: str | None = field("The reasoning of an assistant's message, for the chat template.")
+    cache_control: CacheControl | None = field(
+        "Other chats begin with all messages up to this one: states are kept there; in 4 messages at most."
+    )
     refusal: Any = only("A refusal of an assistant's message.", "")
     annotations: Any = only("Annotations of an assistant's message.", [])
     audio: Any = only("Sound.")

@@ -36,6 +36,9 @@ class Question:
         stream: Whether the answer comes in parts.
         with_usage: Whether a stream ends with the counts of tokens.
         cache_salt: The salt that the body names; empty for none.
+        hints: The hints that the body gives, by name.
+        boundaries: Numbers of the first tokens of each prompt that other prompts share.
+        with_cached: Whether the counts of tokens say where cached ones came from.
         logged: What the body says only for the log.
         echo: The text of each prompt, if answers begin with it.
         only_echo: Whether nothing else is asked for: what the engine generates is left out.
@@ -47,6 +50,9 @@ class Question:
     stream: bool = False
     with_usage: bool = False
     cache_salt: str = ""
+    hints: Mapping[str, Any] = attrs.field(factory=dict)
+    boundaries: tuple[int, ...] = ()
+    with_cached: bool = False
     logged: Mapping[str, str] = attrs.field(factory=dict)
     echo: tuple[str, ...] | None = None
     only_echo: bool = False

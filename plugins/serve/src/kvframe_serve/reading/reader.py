@@ -12,7 +12,7 @@ from transformers import (
     LlamaConfig,  # noqa: F401  # loads what every config needs before the processes are forked, which takes seconds
 )
 
-from kvframe import SamplingParams
+from kvframe import Hints, SamplingParams
 from kvframe.contract import RequestError, shown
 from kvframe_serve.answers import find_format
 from kvframe_serve.reading.bodies import (
@@ -50,6 +50,9 @@ _SAMPLING = (
 """Fields that are parameters of the engine, with the same names and meanings."""
 
 _LOGGED = ("user", "prompt_cache_key", "safety_identifier")
+_MOST_MARKS = 4
+"""The most messages of a chat with ``cache_control``: the chat is written once more for each."""
+
 _COMPLETION_TOKENS = 16
 """The generated tokens of a completion without a length, as in OpenAI's interface."""
 
@@ -90,7 +93,8 @@ class Reader:
                 prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=True)
                 for prompt in _each(fields.prompt)
             )
-        return self._question(fields, prompts, params, echo=echo, only_echo=only_echo)
+        boundaries = tuple(fields.cache_boundaries or ())
+        return self._question(fields, prompts, params, echo=echo, only_echo=only_echo, boundaries=boundaries)
 
     def chat(self, body: bytes) -> Question:
         """Read the body of a chat.
@@ -132,7 +136,8 @@ class Reader:
                 tools=None if tools is None else {tool.function.name: tool.function.parameters or {} for tool in tools},
                 in_reasoning=self._format.opens_reasoning(text),
             )
-        return self._question(fields, prompts, params, parsing=parsing)
+        boundaries = self._boundaries(fields.messages, tools, options, prompts[0])
+        return self._question(fields, prompts, params, parsing=parsing, boundaries=boundaries)
 
     def embedding(self, body: bytes) -> EmbeddingQuestion:
         """Read the body of a request for embeddings.
@@ -208,6 +213,26 @@ class Reader:
                 code="prompt_too_long",
             )
         return self._chat.write(messages, tools, options)
+
+    def _boundaries(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        options: Mapping[str, Any],
+        token_ids: array[int],
+    ) -> tuple[int, ...]:
+        """Return how many tokens of a chat are common to all chats that begin with it up to each marked message."""
+        marked = [index for index, message in enumerate(messages) if message.cache_control is not None]
+        if len(marked) > _MOST_MARKS:
+            raise RequestError(
+                f"{len(marked)} messages have cache_control, and {_MOST_MARKS} may have it", code="bad_params"
+            )
+        found = set()
+        for index in marked:
+            text = self._text_of(messages[: index + 1], tools, options)
+            pairs = zip(token_ids, self._tokens(text, add_special_tokens=False), strict=False)
+            found.add(next((place for place, (one, other) in enumerate(pairs) if one != other), len(token_ids)))
+        return tuple(sorted(found - {0}))
 
     def _tokens(self, prompt: str | Sequence[int], add_special_tokens: bool) -> array[int]:
         """Return the tokens of a prompt, which may be far too long for the tokenizer."""
@@ -329,6 +354,8 @@ class Reader:
             stream=bool(fields.stream),
             with_usage=options is not None and bool(options.include_usage),
             cache_salt=fields.cache_salt or "",
+            hints=_hints(fields),
+            with_cached=bool(fields.include_cached),
             logged=_logged(fields),
             **more,
         )
@@ -356,6 +383,17 @@ def _guided_by(form: ResponseFormat) -> dict[str, Any]:
     if form.json_schema is not None:
         return {"json_schema": form.json_schema.schema_}
     return {"json_object": True} if form.type == "json_object" else {}
+
+
+def _hints(fields: SampledBody) -> dict[str, Any]:
+    """Return the hints of a body, by name.
+
+    Raises:
+        RequestError: A hint is wrong (``bad_hints``).
+    """
+    names = {name: value for name in ("priority", "keep_seconds") if (value := getattr(fields, name)) is not None}
+    Hints(**names)
+    return names
 
 
 def _logged(fields: Body) -> dict[str, str]:
