@@ -135,6 +135,15 @@ def test_a_cache_folder_that_cannot_be_made_is_named(cache: Path, monkeypatch: p
         build.load_library()
 
 
+def test_a_cache_folder_without_locks_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def acquire(*_: object, **__: object) -> None:
+        raise NotImplementedError("no flock here")
+
+    monkeypatch.setattr(build.FileLock, "acquire", acquire)
+    with pytest.raises(BuildError, match=r"its kernels cannot be built in .*/cache: no flock here"):
+        build.load_library()
+
+
 def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("KVFRAME_KERNELS_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -494,6 +494,29 @@ def modules_of(*packages: str) -> list[str]:
     return [f"kvframe.{module}" for module in core_files() if module.split(".")[0] in packages]
 
 
+_WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None  # an import of it fails
+from kvframe.__main__ import run
+runpy.run_path("examples/manage_a_cache.py", run_name="__main__")
+for path in sys.argv[1:]:
+    sys.argv = ["kvframe", "plan", path, "--cache-memory", "64GiB"]
+    try:
+        run()
+    except SystemExit as ended:
+        assert not ended.code, path
+"""
+
+
+def test_layer_files_are_planned_and_a_cache_is_managed_without_torch_installed() -> None:
+    files = [str(path) for path in sorted((ROOT / "examples" / "layers").iterdir())]
+    command = [sys.executable, "-c", _WITHOUT_TORCH, *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert 0 == done.returncode, done.stderr
+    assert len(files) == done.stdout.count("Requests that fit at once") >= 10
+    assert "tokens are pinned" in done.stdout
+
+
 def test_planning_and_the_command_line_load_no_torch() -> None:
     free = [name for name in modules_of("contract") if name.rpartition(".")[2] not in NEED_TORCH]
     free += ["kvframe", *modules_of("loading", "config", "planning"), *ALSO_TORCH_FREE]

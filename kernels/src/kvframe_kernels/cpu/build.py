@@ -98,7 +98,7 @@ def build(machine_flags: Sequence[str]) -> Path:
         with FileLock(library.with_suffix(".lock")):
             if not _is_whole(library):
                 _compile(compiler, machine_flags, library)
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # some file systems have no locks
         raise BuildError(f"its kernels cannot be built in {library.parent}: {error}") from error
     return library
 
