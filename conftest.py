@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Generator
 from contextlib import suppress
@@ -18,6 +19,10 @@ from kvframe.config import stack
 from tests.interpreter import make_faster
 
 HAS_GPU = torch.cuda.is_available()
+
+# A shell starts what runs in the background with Ctrl-C ignored, and the programs that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tensors are small: more threads only compete for the cores.
 torch.set_num_threads(1)

@@ -132,6 +132,14 @@ def _drop_output() -> None:
             os.close(nowhere)
 
 
+def _is_typed_at() -> bool:
+    """Return whether standard input is a terminal."""
+    try:
+        return os.isatty(0)
+    except OSError:
+        return False
+
+
 def _occupy_closed_streams() -> None:
     """Open the null device for closed standard streams, so that no other file gets their descriptors."""
     for number in range(3):
@@ -156,7 +164,9 @@ class _Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            handler = signal.getsignal(signal.SIGINT)
+            # A shell starts what runs in the background with Ctrl-C ignored. It ignores it unless somebody types here.
+            if handler is signal.default_int_handler or (handler is signal.SIG_IGN and _is_typed_at()):
                 self._before = signal.signal(signal.SIGINT, self._note)
             self._hook, sys.unraisablehook = sys.unraisablehook, self._try_again
         else:

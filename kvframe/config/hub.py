@@ -17,7 +17,7 @@ _REPOSITORY = re.compile(
     r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[A-Za-z0-9][\w./-]*))?", re.ASCII
 )
 
-CONFIG_FILES = ("config.json", "generation_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
 """What a plan reads of a repository."""
 
 RUN_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")

@@ -407,6 +407,19 @@ def test_an_interrupt_that_python_would_print_and_forget_still_interrupts(capsys
     assert "kvframe: interrupted\n" == capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("is_typed_at", "code"), [(True, 130), (False, 0)])
+def test_ctrl_c_that_a_shell_ignores_interrupts_what_somebody_types_at(
+    is_typed_at: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr(os, "isatty", lambda descriptor: descriptor == 0 and is_typed_at)
+        assert code == guard.run_guarded(lambda: signal.raise_signal(signal.SIGINT))
+        assert signal.SIG_IGN is signal.getsignal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupt_that_became_another_error_is_an_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

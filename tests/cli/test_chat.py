@@ -14,6 +14,7 @@ from pathlib import Path
 import attrs
 import pytest
 from click.testing import CliRunner, Result
+from kvframe_engine.commands.chat import _HELP
 from kvframe_transformers.testing import save_tiny
 from transformers import AutoTokenizer
 
@@ -79,6 +80,24 @@ def test_reset_starts_again_after_the_system_message(folder: Path) -> None:
 
 def test_empty_lines_are_ignored_and_a_last_line_needs_no_end(folder: Path) -> None:
     assert run(folder / "chat", "hello\n").stdout == run(folder / "chat", "\n  \nhello").stdout
+
+
+@pytest.mark.parametrize("end", ["exit", "/exit", "quit", "/quit"])
+def test_a_line_ends_the_chat(end: str, folder: Path) -> None:
+    result = run(folder / "chat", f"hello\n{end}\nhello\n")
+    assert (0, run(folder / "chat", "hello\n").stdout) == (result.exit_code, result.stdout)
+
+
+def test_an_unknown_command_does_not_go_to_the_model(folder: Path) -> None:
+    result = run(folder / "chat", "/rest\n/save a file\n/\nhello\n/help\n")
+    assert run(folder / "chat", "hello\n").stdout == result.stdout
+    expected = [*(f"kvframe: there is no command {name}: {_HELP}" for name in ("/rest", "/save", "/")), _HELP]
+    assert expected == without_start(result.stderr).splitlines()
+
+
+def test_a_path_is_a_message(folder: Path) -> None:
+    result = run(folder / "chat", "/etc/hosts\n")
+    assert f"{answers(folder / 'chat', '/etc/hosts')[0]}\n" == result.stdout
 
 
 def test_a_line_that_is_no_text_is_left_out(folder: Path) -> None:
@@ -171,7 +190,7 @@ def test_a_terminal_is_asked_for_each_line_and_shows_what_was_cached(
     code, out, err = on_terminal(folder / "chat", "hello\nand you?\n", monkeypatch)
     first, second = answers(folder / "chat", "hello", "and you?")
     assert (0, f"{first}\n{second}\n", 3) == (code, out, err.count("> "))
-    assert "/reset starts again; Ctrl-C ends an answer, Ctrl-D the chat\n> " in err
+    assert "/reset starts again, /exit or Ctrl-D ends the chat, Ctrl-C ends an answer\n> " in err
     hits = re.findall(r"6 tokens in \d+\.\d\d s; (\d+) of (\d+) tokens before them were cached\n", err)
     before = len("[user]hello\n[assistant]")
     assert ("0", str(before)) == hits[0]
@@ -203,6 +222,10 @@ def test_ctrl_c_while_typing_and_the_end_of_input_end_the_chat(folder: Path) -> 
         shown = _read_until(ours, "\n> ")
         os.write(ours, b"hello\n")
         shown += _read_until(ours, "were cached\r\n> ")
+        os.write(ours, b"\x1b[A")  # the line before, which is edited
+        shown += _read_until(ours, "hello")
+        os.write(ours, b"\x7f" * 5 + b"/hell\x02\x1b[3~\n")  # Ctrl-B is a step back; what it is on is deleted
+        shown += _read_until(ours, "there is no command /hel: " + _HELP + "\r\n> ")
         os.write(ours, key)
         shown += _read_until(ours, None)
         process.join(60)

@@ -89,7 +89,8 @@ GENERATE = ("generate", REPOSITORY, "--prompt-token-ids", "ids.json", "--max-new
 def test_a_plan_downloads_the_config_only(command: str, downloads: list[dict[str, Any]]) -> None:
     found = json.loads(run(command, REPOSITORY, "--json").stdout)
     (asked,) = downloads
-    assert (REPOSITORY, ["config.json", "generation_config.json"]) == (asked["repository"], asked["allow_patterns"])
+    files = ["config.json", "generation_config.json", "model.safetensors.index.json"]
+    assert (REPOSITORY, files) == (asked["repository"], asked["allow_patterns"])
     assert asked["revision"] is None
     assert "tiny-llama" == found["model"]
 

@@ -34,6 +34,7 @@ def start(
     *options: str,
     environment: Mapping[str, str] | None = None,
     max_files: int | None = None,
+    ctrl_c: signal.Handlers = signal.SIG_DFL,
 ) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "kvframe", "serve", str(checkpoint), "--port", str(port), *options]
     if max_files is not None:
@@ -44,19 +45,24 @@ def start(
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, ctrl_c),
     )
 
 
 @contextmanager
 def serving(
-    checkpoint: Path, tmp_path: Path, *options: str, table: str = "", max_files: int | None = None
+    checkpoint: Path,
+    tmp_path: Path,
+    *options: str,
+    table: str = "",
+    max_files: int | None = None,
+    ctrl_c: signal.Handlers = signal.SIG_DFL,
 ) -> Iterator[tuple[Any, int, list[str]]]:
     """Start a server; yield it with its port and what it said until it serves."""
     port, lines = free_port(), []
     stack = tmp_path / "stack.toml"
     stack.write_text(f'[cache]\nmemory = "4MiB"\n{table}')
-    server = start(checkpoint, port, "--stack", str(stack), *options, max_files=max_files)
+    server = start(checkpoint, port, "--stack", str(stack), *options, max_files=max_files, ctrl_c=ctrl_c)
     assert server.stderr is not None
     for line in server.stderr:
         lines.append(line)
@@ -128,8 +134,8 @@ def test_options_replace_the_stack_s_own_values(checkpoint: Path, tmp_path: Path
     assert (2, True) == (wrong.returncode, "--dtype must be one of 'auto', 'float64'" in said), said
 
 
-def test_a_second_ctrl_c_ends_without_a_traceback(checkpoint: Path, tmp_path: Path) -> None:
-    with serving(checkpoint, tmp_path, "--grace", "60") as (server, port, _):
+def test_a_second_ctrl_c_ends_without_a_traceback_also_in_the_background(checkpoint: Path, tmp_path: Path) -> None:
+    with serving(checkpoint, tmp_path, "--grace", "60", ctrl_c=signal.SIG_IGN) as (server, port, _):
         with ask(port, "/v1/completions", LONG) as answer:
             answer.readline()
             server.send_signal(signal.SIGINT)

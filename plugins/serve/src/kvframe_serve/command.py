@@ -132,6 +132,9 @@ def serve(
         click.echo(f"WARNING: whoever reaches {host}:{port} is served, since there is no --api-key", err=True)
     click.echo(f"serving {server.name} on http://{_url_host(host)}:{port}/v1", err=True)
     _ignore_sigterm_once_ended(server)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell ignores it for what runs in the background. uvicorn does not, and raises it again for this handler.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     asyncio.run(server.run(listener, grace=grace))
     if server.ended_by:
         click.echo(f"error: {server.ended_by}", err=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +37,14 @@ if TYPE_CHECKING:
 
 RESET = "/reset"
 """The line that starts a new conversation."""
+
+_ENDS = ("/exit", "/quit", "exit", "quit")
+"""The lines that end the chat."""
+
+_COMMAND = re.compile(r"/[A-Za-z-]*(\s|$)")
+"""How a line begins that is a command and no message, unlike a path or a fraction."""
+
+_HELP = f"{RESET} starts again, /exit or Ctrl-D ends the chat, Ctrl-C ends an answer"
 
 _PROMPT = "> "
 
@@ -73,8 +84,9 @@ def chat(
     """Talk with MODEL, a model's folder or the id of a repository (Qwen/Qwen3-0.6B), in its chat template.
 
     Each line is a message, and the answer is printed as it comes. The tokens of earlier messages stay in the prefix
-    cache, so that a turn computes only what is new. /reset starts a new conversation. Ctrl-C ends an answer; Ctrl-C or
-    the end of the input, Ctrl-D, ends the chat.
+    cache, so that a turn computes only what is new. /reset starts a new conversation. Ctrl-C ends an answer; /exit,
+    Ctrl-C or the end of the input, Ctrl-D, ends the chat. On a terminal, lines can be edited, and the arrow keys bring
+    earlier ones back.
     """
     from kvframe_engine.ranks.place import find_place
 
@@ -96,10 +108,15 @@ def chat(
         conversation = Conversation(engine, engine.default_params(max_new_tokens=max_new_tokens, **sampling), system)
         conversation.check()
         if _is_a_dialogue():
-            click.echo(f"{RESET} starts again; Ctrl-C ends an answer, Ctrl-D the chat", err=True)
+            click.echo(_HELP, err=True)
         for line in _lines():
+            if line in _ENDS:
+                break
             if line == RESET:
                 conversation.reset()
+            elif _COMMAND.match(line):
+                asked = "" if line == "/help" else f"kvframe: there is no command {line.split()[0]}: "
+                click.echo(f"{asked}{_HELP}", err=True)
             elif line:
                 conversation.answer(line)
 
@@ -174,15 +191,39 @@ def _is_a_dialogue() -> bool:
 
 def _lines() -> Iterator[str]:
     """Yield the lines of standard input without spaces around them; ask for each if somebody types them."""
-    while True:
-        if _is_a_dialogue():
-            click.echo(_PROMPT, nl=False, err=True)
-        line = sys.stdin.buffer.readline()
-        if not line:
-            break
+    read = _editing_reader() or _read_line
+    while line := read():
         try:
             yield line.decode("utf-8").strip()
         except UnicodeDecodeError:
             click.echo("kvframe: a line that is not UTF-8 text was left out", err=True)
     if _is_a_dialogue():
         click.echo(err=True)
+
+
+def _read_line() -> bytes:
+    """Return the next line; nothing at the end of the input."""
+    if _is_a_dialogue():
+        click.echo(_PROMPT, nl=False, err=True)
+    return sys.stdin.buffer.readline()
+
+
+def _editing_reader() -> Callable[[], bytes] | None:
+    """Return what reads lines that can be edited, with a history of this chat; None without a terminal or readline."""
+    terminal = sys.__stdout__  # the descriptor 1, which shows what is not output, as on stderr
+    try:
+        if not _is_a_dialogue() or sys.stdin.fileno() != 0 or terminal is None or not terminal.isatty():
+            return None
+        import readline
+    except (ImportError, OSError, ValueError):  # Windows has no readline; a stream may have no descriptor, or be closed
+        return None
+    readline.parse_and_bind("set enable-bracketed-paste off")
+
+    def read() -> bytes:
+        try:
+            with redirect_stdout(terminal):  # readline serves the streams that the process was started with
+                return os.fsencode(input(_PROMPT)) + b"\n"
+        except EOFError:
+            return b""
+
+    return read
