@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 from kvframe import API_VERSION
@@ -35,6 +37,15 @@ autodoc_default_options = {"show-inheritance": True}
 napoleon_numpy_docstring = False
 
 
+_ROOT = Path(__file__).resolve().parents[1]
+_SOURCE = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Source"]
+
+
+def _link_within(app: Any, document: str, content: list[str]) -> None:
+    """Let links to the repository's files, which READMEs of packages have, lead to pages of the site."""
+    content[0] = content[0].replace(f"]({_SOURCE}/blob/main/", "](/")
+
+
 def _keep_colons(app: Any, what: str, name: str, documented: Any, options: Any, lines: list[str]) -> None:
     """Begin an attribute's docstring with an empty comment.
 
@@ -45,5 +56,6 @@ def _keep_colons(app: Any, what: str, name: str, documented: Any, options: Any, 
 
 
 def setup(app: Any) -> None:
-    """Connect it before napoleon."""
+    """Connect what changes sources, and docstrings before napoleon does."""
+    app.connect("source-read", _link_within)
     app.connect("autodoc-process-docstring", _keep_colons, priority=100)
