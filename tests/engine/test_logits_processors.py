@@ -208,7 +208,7 @@ def test_the_tokens_that_are_left_are_those_of_transformers(
     uniforms = torch.linspace(0, 1 - 2**-53, 4001, dtype=torch.float64).unsqueeze(1)
     rows = logits.softmax(dim=-1).expand(len(uniforms), -1)
     limits = (column(each).expand(len(uniforms), 1) for each in (30.0, top_p, min_p, typical_p))
-    drawn = set(draw_truncated(rows, uniforms, *limits))
+    drawn = set(draw_truncated(rows, uniforms, *limits).tolist())
     # A token of less than 1/4,000 need not be among so many uniform numbers.
     likely = {token for token in left if expected.softmax(dim=-1)[0, token] > 0.001}
     assert likely <= drawn <= left

@@ -33,7 +33,7 @@ def truncated(
     row: list[float], uniform: float, top_k: int = 1000, top_p: float = 1.0, min_p: float = 0.0, typical_p: float = 1.0
 ) -> int:
     limits = map(column, (top_k, top_p, min_p, typical_p))
-    (token_id,) = draw_truncated(probabilities(row), column(uniform), *limits)
+    token_id: int = draw_truncated(probabilities(row), column(uniform), *limits).item()  # type: ignore[assignment]
     return token_id
 
 
@@ -60,12 +60,12 @@ def test_greedy_tokens_are_those_of_torch_in_every_dtype(dtype: torch.dtype) -> 
 
 def test_a_uniform_number_is_looked_up_in_the_cumulative_distribution() -> None:
     row = [0.25, 0.5, 0.25]
-    assert [0, 1, 1, 2] == draw_full(probabilities(row, row, row, row), column(0.2, 0.25, 0.7, 0.75))
+    assert [0, 1, 1, 2] == draw_full(probabilities(row, row, row, row), column(0.2, 0.25, 0.7, 0.75)).tolist()
 
 
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
     row = [0.0, 1.0, 0.0]
-    assert [1, 1] == draw_full(probabilities(row, row), column(0.0, LARGEST_UNIFORM))
+    assert [1, 1] == draw_full(probabilities(row, row), column(0.0, LARGEST_UNIFORM)).tolist()
 
 
 def test_top_k_keeps_the_most_likely_and_the_earlier_of_equals() -> None:

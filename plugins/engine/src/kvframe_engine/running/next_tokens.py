@@ -7,12 +7,15 @@ one uniform number per token, taken from the request's own source, is looked up 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
 
+import attrs
 import numpy as np
 import torch
 
 from kvframe_engine.requests.request import Request
+
+_ALL_TOKENS = 1 << 53
+"""As many tokens as no vocabulary has."""
 
 FAILED = -1
 """In place of a token: the request's logits are not numbers."""
@@ -62,28 +65,98 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], places: Sequence[i
         places: If a request has several rows, the number of each row among them. The requests' uniform numbers are
             then read and not used up.
     """
-    token_ids, maxima = _greatest(logits)
-    full: list[int] = []
-    truncated: list[int] = []
-    for index, request in enumerate(requests):
-        if not isfinite(maxima[index]):
-            token_ids[index] = FAILED
-        elif request.params.temperature > 0:
-            (truncated if request.params.truncates else full).append(index)
-    # There are two ways to draw. A row's own parameters choose the way, so that other rows cannot change its token.
-    for rows, truncate in ((full, False), (truncated, True)):
-        if rows:
-            if places is None:
-                uniforms = [requests[row].draw() for row in rows]
-            else:
-                uniforms = [requests[row].draw_ahead(places[row]) for row in rows]
-            drawn = _draw(logits[rows], [requests[row] for row in rows], uniforms, truncate)
-            for row, token_id in zip(rows, drawn, strict=True):
-                token_ids[row] = token_id
+    draws = Draws.of(requests, places or [0] * len(requests), logits.device)
+    token_ids: list[int] = sample_on_device(logits, draws).tolist()
+    if draws and places is None:
+        use_up(requests, token_ids)
     return token_ids
 
 
-def _greatest(logits: torch.Tensor) -> tuple[list[int], list[float]]:
+def use_up(requests: Sequence[Request], token_ids: Sequence[int]) -> None:
+    """Use up the uniform numbers that the next tokens of requests were drawn with."""
+    for request, token_id in zip(requests, token_ids, strict=True):
+        if token_id != FAILED and request.params.temperature > 0:
+            request.draw()
+
+
+@attrs.frozen(eq=False)
+class Draws:
+    """The rows of logits whose tokens are drawn in one of two ways, and what they are drawn with.
+
+    A row's own parameters choose the way, so that other rows cannot change its token.
+
+    Attributes:
+        rows: ``[n], int64, device``: their indices.
+        numbers: ``[n, 6], float64, device``: the temperature, a uniform number, ``top_k``, ``top_p``, ``min_p`` and
+            ``typical_p`` of each.
+        truncates: Whether they are drawn from a part of the vocabulary.
+        has_typical: Whether a row has a ``typical_p``.
+    """
+
+    rows: torch.Tensor
+    numbers: torch.Tensor
+    truncates: bool
+    has_typical: bool
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], places: Sequence[int], device: torch.device) -> list[Draws]:
+        """Return what the rows of requests are drawn with; nothing for greedy ones.
+
+        Args:
+            requests: The request of each row.
+            places: For each row, how many uniform numbers of its request other tokens use before it.
+            device: Where the logits are.
+        """
+        draws = []
+        for truncates in (False, True):
+            rows = [
+                row
+                for row, request in enumerate(requests)
+                if request.params.temperature > 0 and request.params.truncates is truncates
+            ]
+            if rows:
+                numbers = [_numbers_of(requests[row], places[row]) for row in rows]
+                has_typical = any(requests[row].params.typical_p < 1 for row in rows)
+                rows_there = to_device(torch.tensor(rows), device)
+                numbers_there = to_device(torch.tensor(numbers, dtype=torch.float64), device)
+                draws.append(cls(rows_there, numbers_there, truncates, has_typical))
+        return draws
+
+
+def _numbers_of(request: Request, place: int) -> tuple[float, ...]:
+    params = request.params
+    top_k = float(params.top_k or _ALL_TOKENS)
+    return params.temperature, request.draw_ahead(place), top_k, params.top_p, params.min_p, params.typical_p
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of host values on a device, for which the host does not wait."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def sample_on_device(logits: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
+    """Return ``[num_rows], int64, device``: the token that follows each row, as ``sample``; the host waits for nothing.
+
+    Args:
+        logits: ``[num_rows, vocab_size], device``.
+        draws: The rows whose tokens are drawn. The others are greedy.
+    """
+    token_ids, maxima = _greatest(logits)
+    for drawn in draws:
+        temperatures, uniforms, *limits = drawn.numbers.split(1, dim=1)
+        rows = logits.index_select(0, drawn.rows).to(torch.float64)
+        # Shifted before the division: a tiny temperature then gives minus infinity, not NaN.
+        shifted = rows - rows.max(dim=-1, keepdim=True).values
+        probabilities = (shifted / temperatures).softmax(dim=-1)
+        if drawn.truncates:
+            chosen = draw_truncated(probabilities, uniforms, *limits, has_typical=drawn.has_typical)
+        else:
+            chosen = draw_full(probabilities, uniforms)
+        token_ids = token_ids.index_copy(0, drawn.rows, chosen)
+    return torch.where(maxima.isfinite(), token_ids, FAILED)
+
+
+def _greatest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return for each row the first token with the greatest logit, and this logit, which is NaN if any of the row is.
 
     Args:
@@ -93,9 +166,9 @@ def _greatest(logits: torch.Tensor) -> tuple[list[int], list[float]]:
         # NumPy's argmax reads several numbers at once: 128 rows of 32,000 take it 0.3 ms, and torch's max 3.5 ms.
         numbers = (logits if logits.dtype.itemsize > 2 else logits.float()).numpy()
         indices = numbers.argmax(axis=-1)
-        return indices.tolist(), numbers[np.arange(len(indices)), indices].tolist()
+        return torch.from_numpy(indices), torch.from_numpy(numbers[np.arange(len(indices)), indices])
     maxima, found = logits.max(dim=-1)
-    return found.tolist(), maxima.tolist()
+    return found, maxima
 
 
 def add_logprobs(
@@ -159,27 +232,8 @@ def token_logprobs(
     return values, top_ids[rows].tolist(), top_values[rows].tolist()
 
 
-def _draw(logits: torch.Tensor, requests: list[Request], numbers: list[float], truncate: bool) -> list[int]:
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
-
-    # Shifted before the division: a tiny temperature then gives minus infinity, not NaN.
-    shifted = logits.to(torch.float64) - logits.max(dim=-1, keepdim=True).values
-    temperatures = column([request.params.temperature for request in requests])
-    probabilities = (shifted / temperatures).softmax(dim=-1)
-    uniforms = column(numbers)
-    if not truncate:
-        return draw_full(probabilities, uniforms)
-    vocab_size = logits.shape[1]
-    top_k = column([float(min(request.params.top_k or vocab_size, vocab_size)) for request in requests])
-    top_p, min_p, typical_p = (
-        column([getattr(request.params, name) for request in requests]) for name in ("top_p", "min_p", "typical_p")
-    )
-    return draw_truncated(probabilities, uniforms, top_k, top_p, min_p, typical_p)
-
-
-def draw_full(probabilities: torch.Tensor, uniforms: torch.Tensor) -> list[int]:
-    """Draw one token per row from the whole vocabulary.
+def draw_full(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draw one token per row from the whole vocabulary: ``[num_rows], int64, device``.
 
     Args:
         probabilities: ``[num_rows, vocab_size], float64, device``.
@@ -189,8 +243,12 @@ def draw_full(probabilities: torch.Tensor, uniforms: torch.Tensor) -> list[int]:
     # A uniform of 53 bits times a total rounds to less than the total, so the search always ends on a token; its
     # strict comparison passes over tokens of probability zero.
     found = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    drawn: list[int] = found.squeeze(1).tolist()
-    return drawn
+    return _within(found, probabilities).squeeze(1)
+
+
+def _within(places: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+    """Return places in rows of probabilities; those of rows with NaN, which end after the row, are moved into it."""
+    return places.clamp(max=probabilities.shape[1] - 1)
 
 
 def draw_truncated(
@@ -200,7 +258,9 @@ def draw_truncated(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     typical_p: torch.Tensor,
-) -> list[int]:
+    *,
+    has_typical: bool = True,
+) -> torch.Tensor:
     """Draw one token per row from the part of the vocabulary that four limits leave, one after the other.
 
     Args:
@@ -213,6 +273,10 @@ def draw_truncated(
             probability.
         typical_p: ``[num_rows, 1], float64, device``, in ``(0, 1]``: leaves the fewest most typical tokens that have
             this part of the mass left.
+        has_typical: Whether any ``typical_p`` is below 1.
+
+    Returns:
+        ``[num_rows], int64, device``.
     """
     ordered, token_ids = probabilities.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[1], device=ordered.device)
@@ -221,12 +285,11 @@ def draw_truncated(
     # The first token stays even if top_p of the mass rounds to 0.
     ordered = ordered.masked_fill((ranks > 0) & (cumulative - ordered >= top_p * cumulative[:, -1:]), 0.0)
     ordered = ordered.masked_fill(ordered < min_p * ordered[:, :1], 0.0)
-    if bool((typical_p < 1).any()):
+    if has_typical:
         ordered = _typical(ordered, typical_p)
     cumulative = ordered.cumsum(dim=-1)
     found = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    drawn: list[int] = token_ids.gather(1, found).squeeze(1).tolist()
-    return drawn
+    return token_ids.gather(1, _within(found, probabilities)).squeeze(1)
 
 
 def _typical(probabilities: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
