@@ -217,6 +217,9 @@ class EngineOptions:
             end, with a sentence that names the rank which does not wait for another one, and the line it is in.
         self_check: Whether a model's packed run is compared with its own forward before it serves; an error names the
             part that is wrong.
+        overlap: Whether the next step is chosen and launched while the device computes the last one: ``"on"``,
+            ``"off"``, or ``"auto"``: on a device other than the CPU. Steps of several ranks, and with draft tokens,
+            never overlap.
     """
 
     scheduling: Use = attrs.field(default=Use(FCFS.name), converter=_as_use)
@@ -225,6 +228,7 @@ class EngineOptions:
     max_stop_chars: int = attrs.field(default=8192, validator=WHOLE)
     max_step_seconds: int = attrs.field(default=600, validator=WHOLE)
     self_check: bool = attrs.field(default=True, validator=SWITCH)
+    overlap: Literal["auto", "on", "off"] = attrs.field(default="auto", validator=one_of("auto", "on", "off"))
 
 
 @attrs.frozen(kw_only=True)

@@ -28,6 +28,7 @@ from kvframe_engine.parts import (
     make_stored_pages,
     make_tiers,
 )
+from kvframe_engine.pipeline import StepPipeline
 from kvframe_engine.prefixes.fingerprint import fingerprint_of
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.joining import ranks_of
@@ -147,6 +148,7 @@ class EngineCore(ABC, Generic[RequestT]):
         self._scheduler: Scheduler[RequestT] = make_scheduler(assembly, self._manager, self._tiers, proposes=leads)
         self._trace: StepTrace[RequestT] | None = None
         self._runner = self._make_runner(assembly, skip_policy)
+        self._pipeline = self._make_pipeline()
         attach_models(
             assembly,
             self._runner.warm_up,
@@ -187,6 +189,10 @@ class EngineCore(ABC, Generic[RequestT]):
     @abstractmethod
     def _make_runner(self, assembly: Assembly, skip_policy: SkipPolicy | None) -> Runner[RequestT]:
         """Return the runner, which computes the engine's steps."""
+
+    def _make_pipeline(self) -> StepPipeline[RequestT] | None:
+        """Return what keeps a step on the device while the host works; None if steps are computed one by one."""
+        return None
 
     @classmethod
     def from_pretrained(
@@ -333,6 +339,7 @@ class EngineCore(ABC, Generic[RequestT]):
     @verb
     def reset_prefix_cache(self) -> None:
         """Remove every cached prefix, pinned ones too; running requests keep their blocks."""
+        self._settle()
         self._weights_may_have_changed()
         self._manager.reset_prefix_cache()
         self._cache_events.deliver()
@@ -361,6 +368,7 @@ class EngineCore(ABC, Generic[RequestT]):
                 "make another engine",
                 code="several_ranks",
             )
+        self._settle()
         for request in self._scheduler.restart_all():
             if running == "fail":
                 request.error = "the model's weights changed before it had ended"
@@ -399,12 +407,14 @@ class EngineCore(ABC, Generic[RequestT]):
 
         The recording grows with each step. Call ``stop_trace`` when it is long enough.
         """
+        self._settle()
         self._trace = StepTrace(self._scheduler, self._manager)
         return self._trace
 
     @verb
     def stop_trace(self) -> None:
         """End the recording, if there is one."""
+        self._settle()
         self._trace = None
 
     @verb
@@ -423,6 +433,7 @@ class EngineCore(ABC, Generic[RequestT]):
                 device does not have enough memory. The cache is unchanged.
             StackError: ``memory`` is not a size.
         """
+        self._settle()
         going_on = [request for request in self._requests.values() if request.finish_reason is None]
         try:
             plan = resize(self._manager, self._storage, self._scheduler, going_on, memory)
@@ -442,6 +453,7 @@ class EngineCore(ABC, Generic[RequestT]):
         Returns:
             Whether they were given everything in that time. Pages that a store refused are not waited for.
         """
+        self._settle()
         return self._tiers is None or self._tiers.flush(seconds)
 
     @verb_when_closed
@@ -453,6 +465,7 @@ class EngineCore(ABC, Generic[RequestT]):
         """
         self._turns.close()
         self._forget(list(self._requests.values()))
+        self._settle()
         if self._tiers is not None:
             self._tiers.close()
         elif self._pages is not None:
@@ -491,6 +504,7 @@ class EngineCore(ABC, Generic[RequestT]):
     def _set_listener(self, listener: CacheListener | None) -> None:
         if listener is not None and not callable(listener):
             raise RequestError(f"on_cache_events must be a callable or None, not {shown(listener)}", code="bad_params")
+        self._settle()
         self._cache_events.listen(listener)
 
     def _new_id(self, request_id: str | None) -> str:
@@ -555,6 +569,7 @@ class EngineCore(ABC, Generic[RequestT]):
         finally:
             for samples in added.values():
                 self._forget(samples)
+            self._settle()
         return [added[index] if index in added else refused[index] for index in range(num_requests)]
 
     def _advance(self) -> None:
@@ -568,27 +583,75 @@ class EngineCore(ABC, Generic[RequestT]):
                 self._requests.note(self._scheduler.take_failed())
 
     def _compute_batch(self) -> None:
-        step = self._scheduler.schedule()
-        if step is None:
-            if self._tiers is not None:
-                self._tiers.wait()
+        if self._pipeline is not None:
+            self._compute_overlapped(self._pipeline)
             return
-        if self._trace is not None:
-            self._trace.note_scheduled(step)
+        step = self._choose_step()
+        if step is None:
+            return
         try:
             with self._turns.let_through():
                 outcomes = self._runner.run(step)
         except BaseException as error:
-            self._turns.hold()
-            self._requests.note(self._scheduler.fail(step, STEP_FAILED))
-            if self.is_closed:
-                self._end_all(RANKS_ENDED)
-            refuse_exit(f"{self.model.description.name}: a step failed", error)
+            self._note_failed_step(self._scheduler.fail(step, STEP_FAILED), error)
             raise
-        completed = self._scheduler.complete(step, outcomes)
+        self._note_completed(step, self._scheduler.complete(step, outcomes))
+
+    def _choose_step(self) -> ScheduledStep[RequestT] | None:
+        """Choose the next step; if there is none, wait shortly for pages that are fetched."""
+        step = self._scheduler.schedule()
+        if step is None:
+            if self._tiers is not None:
+                self._tiers.wait()
+        elif self._trace is not None:
+            self._trace.note_scheduled(step)
+        return step
+
+    def _note_failed_step(self, failed: Sequence[RequestT], error: BaseException) -> None:
+        """Record the requests that a failed step ended; the caller raises the exception."""
+        self._turns.hold()
+        self._requests.note(failed)
+        if self.is_closed:
+            self._end_all(RANKS_ENDED)
+        refuse_exit(f"{self.model.description.name}: a step failed", error)
+
+    def _note_completed(self, step: ScheduledStep[RequestT], completed: Sequence[RequestT]) -> None:
+        """Record the requests that a step gave something to report."""
         self._requests.unreported.update({request.request_id: request for request in completed})
         if self._trace is not None or self._tiers is not None or self._cache_events.listener is not None:
             self._report_step(step)
+
+    def _compute_overlapped(self, pipeline: StepPipeline[RequestT]) -> None:
+        """Launch the step after the one that the device computes, if it can be chosen, and complete that one."""
+        try:
+            if not pipeline.has_step:
+                step = self._choose_step()
+                if step is None:
+                    return
+                pipeline.launch(step)
+            following = pipeline.choose_next()
+            if following is not None:
+                if self._trace is not None:
+                    self._trace.note_scheduled(following)
+                pipeline.launch(following)
+            self._note_completed(*pipeline.complete())
+            if pipeline.is_vain:
+                self._note_completed(*pipeline.complete())
+        except BaseException as error:
+            self._note_failed_step(pipeline.fail(STEP_FAILED), error)
+            raise
+
+    def _settle(self) -> None:
+        """Complete the step that the device still computes, if there is one."""
+        pipeline = self._pipeline
+        if pipeline is None or not pipeline.has_step:
+            return
+        try:
+            while pipeline.has_step:
+                self._note_completed(*pipeline.complete())
+        except BaseException as error:
+            self._note_failed_step(pipeline.fail(STEP_FAILED), error)
+            raise
 
     def _report_step(self, step: ScheduledStep[RequestT]) -> None:
         """Record a computed step; give the pages that it made findable to page stores, and its events to a listener."""

@@ -16,6 +16,7 @@ from kvframe_engine.assembly import Assembly
 from kvframe_engine.core import EngineCore
 from kvframe_engine.graphs.sizes import Rows, UsualStep
 from kvframe_engine.graphs.step_graphs import Forward, StepGraphs
+from kvframe_engine.pipeline import StepPipeline
 from kvframe_engine.prefixes.fingerprint import fingerprint_of
 from kvframe_engine.prefixes.of_prompts import PromptPrefixes
 from kvframe_engine.prefixes.saved import PrefixFiles, SavedPrefix, checked_path
@@ -40,6 +41,7 @@ from kvframe_engine.requests.stops import NO_STOPS, StopStrings
 from kvframe_engine.requests.text import TextStream
 from kvframe_engine.running.draft_runner import DraftRunner
 from kvframe_engine.running.heads_runner import HeadsRunner
+from kvframe_engine.running.launched_steps import LastTokens
 from kvframe_engine.running.model_runner import ModelRunner, SkipPolicy, TokenRunner, forward_of
 from kvframe_engine.streaming import RequestStream
 from kvframe_engine.turns import verb
@@ -355,6 +357,10 @@ class Engine(EngineCore[Request]):
         draft = assembly.draft
         has_heads = draft is not None and isinstance(draft.model, PredictionHeads)
         forward = forward_of(self.model, with_hidden_states=has_heads or self._scheduler.hidden_states is not None)
+        last_tokens = None
+        if self._overlaps(assembly):
+            last_tokens = LastTokens(self.stack.limits.max_num_seqs, assembly.device)
+            forward = last_tokens.before(forward)
         max_drafts, usual_steps = self._scheduler.max_drafts, None
         if max_drafts:
             # All logits of a request's drafts are wanted, of few requests or of many.
@@ -370,12 +376,27 @@ class Engine(EngineCore[Request]):
             skip_policy=skip_policy,
             hidden_states=self._scheduler.hidden_states,
             graphs=self._make_graphs(assembly, forward, usual_steps),
+            forward=forward,
             keeps_all_rows=has_heads,
         )
+        runner.last_tokens = last_tokens
         if draft is not None:
             runner.draft = self._make_draft_runner(draft, runner)
             self._scheduler.use_draft_model(runner.draft.continue_requests)
         return runner
+
+    def _overlaps(self, assembly: Assembly) -> bool:
+        """Return whether the next step is chosen while the device computes the last one."""
+        overlap = self.stack.engine.overlap
+        if self._ranks is not None or self._scheduler.max_drafts or overlap == "off":
+            return False
+        return overlap == "on" or assembly.device.type != "cpu"
+
+    def _make_pipeline(self) -> StepPipeline[Request] | None:
+        assert isinstance(self._runner, TokenRunner)
+        if self._runner.last_tokens is None:
+            return None
+        return StepPipeline(self._scheduler, self._runner, self._turns.let_through)
 
     def _make_draft_runner(self, draft: Assembly, runner: TokenRunner) -> DraftRunner:
         """Return what runs the draft model, or the prediction heads, over the steps of the served model's runner."""
@@ -536,6 +557,7 @@ class Engine(EngineCore[Request]):
                     raise RequestError(request.error, code="failed")
         finally:
             self._forget(requests)
+            self._settle()
 
     def _refused_output(self, index: int, prompt: AnyPrompt, error: KVFrameError) -> RequestOutput:
         """Return the output for a refused prompt in a batch."""

@@ -169,6 +169,11 @@ class RequestProgress:
         return self.trusts_cache and not self.runs_alone and not self.wants_prompt_rows
 
     @property
+    def needs_outcomes(self) -> bool:
+        """Whether the host reads the model's output for a token of it before the next step can be chosen."""
+        return self.wants_prompt_rows
+
+    @property
     def first_prompt_row(self) -> int:
         """The first token for which it wants the model's output, if it ``wants_prompt_rows``."""
         return len(self.token_ids) - 1

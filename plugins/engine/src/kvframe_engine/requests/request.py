@@ -322,12 +322,13 @@ class Request(RequestProgress):
             self.known_top_logprobs, self.prompt_top_logprobs = other.known_top_logprobs, other.prompt_top_logprobs
             self.wants_prompt_rows = False
 
-    def draw(self) -> float:
-        """Return the uniform number that samples its next token."""
-        return self.uniforms.popleft() if self.uniforms else self.random.random()
+    @property
+    def needs_outcomes(self) -> bool:
+        """Whether its tokens change its logits, or log-probabilities are wanted, which are computed with its tokens."""
+        return self.params.changes_logits or self.params.logprobs or self.wants_prompt_rows
 
     def draw_ahead(self, place: int) -> float:
-        """Return the number that samples the token ``place`` tokens after the next one; ``draw`` returns it again."""
+        """Return the uniform number that samples the token ``place`` tokens after the next one."""
         while len(self.uniforms) <= place:
             self.uniforms.append(self.random.random())
         return self.uniforms[place]
@@ -335,6 +336,8 @@ class Request(RequestProgress):
     def take(self, outcome: int) -> None:
         """Take the next generated token; set ``finish_reason`` if it is the last."""
         self.token_ids.append(outcome)
+        if self.uniforms:
+            self.uniforms.popleft()
         if outcome in self.end_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.max_tokens:

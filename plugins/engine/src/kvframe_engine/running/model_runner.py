@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, compress
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import attrs
 import numpy as np
@@ -19,8 +19,24 @@ from kvframe.contract.specs import TokenRange
 from kvframe_engine.graphs.step_graphs import Forward, StepGraphs
 from kvframe_engine.requests.progress import NO_INPUTS, RequestT
 from kvframe_engine.requests.request import Request
+from kvframe_engine.running.launched_steps import (
+    HostCopy,
+    LastTokens,
+    LaunchedStep,
+    Submit,
+    places_after,
+    submit_now,
+)
 from kvframe_engine.running.logits_processors import process_logits
-from kvframe_engine.running.next_tokens import accept_drafts, add_logprobs, sample, token_logprobs
+from kvframe_engine.running.next_tokens import (
+    Draws,
+    accept_drafts,
+    add_logprobs,
+    sample,
+    sample_on_device,
+    to_device,
+    token_logprobs,
+)
 from kvframe_engine.scheduling.step import Outcomes, PackedStep, ScheduledStep
 
 SkipPolicy = Callable[[StepBatch], bool]
@@ -309,10 +325,14 @@ class TokenRunner(ModelRunner):
     Attributes:
         draft: Runs the draft model, or the prediction heads, over the same steps; None for none.
         packed: The batch of the last step.
+        last_tokens: Where a launched step leaves its tokens for the next one; None if no step is launched.
+        submit: Gives the work of a launched step to the device.
     """
 
     draft: Drafts | None = None
     packed: StepBatch
+    last_tokens: LastTokens | None = None
+    submit: Submit = staticmethod(submit_now)
 
     def warm_up(self) -> None:
         """Capture the usual graphs of both models."""
@@ -342,6 +362,45 @@ class TokenRunner(ModelRunner):
         if self.draft is not None:
             self.draft.follow(step, outcomes)
         return outcomes
+
+    def launch(self, step: ScheduledStep[Request], running: ScheduledStep[Request] | None) -> LaunchedStep[Request]:
+        """Give a step to the device, and do not wait for its tokens if the next step can be chosen without them.
+
+        The host needs the tokens at once if a request's logits are changed by its own tokens, or log-probabilities are
+        wanted: such a step is computed as by ``run``.
+
+        Args:
+            step: The step. It may continue requests of the running one, whose tokens the device has.
+            running: The step that the device still computes; None for none.
+        """
+        if any(request.needs_outcomes for request in step.requests):
+            assert running is None
+            return LaunchedStep.of_known(step, cast(Sequence[int], self.run(step)))
+        assert self.last_tokens is not None
+        last_tokens, packed = self.last_tokens, self.pack(step)
+        self.packed, inputs = packed, new_inputs_of(step) if self.input_lens else NO_NEW_INPUTS
+        requests = list(compress(packed.requests, packed.is_sampled))
+        rows = packed.rows[packed.is_sampled]
+        positions = (packed.num_computed + packed.query_lens)[packed.is_sampled]
+        draws = Draws.of(requests, places_after(running, rows), self.device)
+        self.tokens[rows, positions] = last_tokens.names_of(rows)
+        rows_there = to_device(torch.from_numpy(rows), self.device)
+
+        def compute() -> torch.Tensor:
+            logits = self.forward(packed, inputs)
+            with torch.inference_mode():
+                token_ids = sample_on_device(logits, draws)
+                last_tokens.store(rows_there, token_ids)
+            return token_ids
+
+        copy = self.submit(lambda: HostCopy(compute()))
+
+        def outcomes() -> Sequence[int]:
+            token_ids = copy.result().wait()
+            self.tokens[rows, positions] = token_ids
+            return token_ids if packed.places is None else [token_ids[place] for place in packed.places]
+
+        return LaunchedStep(step, True, outcomes)
 
     def _run(self, step: ScheduledStep[Request]) -> Outcomes:
         packed = self.packed = self.pack(step)

@@ -42,16 +42,13 @@ def accept_drafts(
     owners = [request for request, each in zip(requests, drafts, strict=True) for _ in range(1 + len(each))]
     token_ids = sample(logits, owners, [place for each in drafts for place in range(1 + len(each))])
     runs, start = [], 0
-    for request, each in zip(requests, drafts, strict=True):
+    for each in drafts:
         run = token_ids[start : start + 1 + len(each)]
         start += len(run)
         num_accepted = next((place for place, draft in enumerate(each) if run[place] != draft), len(each))
         run = run[: num_accepted + 1]
         if run[-1] == FAILED:
             run.pop()
-        if request.params.temperature > 0:
-            for _ in run:
-                request.draw()
         runs.append(run)
     return runs
 
@@ -59,24 +56,15 @@ def accept_drafts(
 def sample(logits: torch.Tensor, requests: Sequence[Request], places: Sequence[int] | None = None) -> list[int]:
     """Return the token that follows each row of logits; ``FAILED`` if it has NaN or no finite maximum.
 
+    The uniform numbers of requests are read, and not used up: ``Request.take`` does that.
+
     Args:
         logits: ``[num_rows, vocab_size], device``.
         requests: The request of each row.
-        places: If a request has several rows, the number of each row among them. The requests' uniform numbers are
-            then read and not used up.
+        places: For each row, how many uniform numbers of its request other tokens use before it; none unless given.
     """
-    draws = Draws.of(requests, places or [0] * len(requests), logits.device)
-    token_ids: list[int] = sample_on_device(logits, draws).tolist()
-    if draws and places is None:
-        use_up(requests, token_ids)
+    token_ids: list[int] = sample_on_device(logits, Draws.of(requests, places, logits.device)).tolist()
     return token_ids
-
-
-def use_up(requests: Sequence[Request], token_ids: Sequence[int]) -> None:
-    """Use up the uniform numbers that the next tokens of requests were drawn with."""
-    for request, token_id in zip(requests, token_ids, strict=True):
-        if token_id != FAILED and request.params.temperature > 0:
-            request.draw()
 
 
 @attrs.frozen(eq=False)
@@ -99,15 +87,17 @@ class Draws:
     has_typical: bool
 
     @classmethod
-    def of(cls, requests: Sequence[Request], places: Sequence[int], device: torch.device) -> list[Draws]:
+    def of(cls, requests: Sequence[Request], places: Sequence[int] | None, device: torch.device) -> list[Draws]:
         """Return what the rows of requests are drawn with; nothing for greedy ones.
 
         Args:
             requests: The request of each row.
-            places: For each row, how many uniform numbers of its request other tokens use before it.
+            places: As for ``sample``.
             device: Where the logits are.
         """
-        draws = []
+        draws: list[Draws] = []
+        if not any(request.params.temperature for request in requests):
+            return draws
         for truncates in (False, True):
             rows = [
                 row
@@ -115,7 +105,7 @@ class Draws:
                 if request.params.temperature > 0 and request.params.truncates is truncates
             ]
             if rows:
-                numbers = [_numbers_of(requests[row], places[row]) for row in rows]
+                numbers = [_numbers_of(requests[row], places[row] if places else 0) for row in rows]
                 has_typical = any(requests[row].params.typical_p < 1 for row in rows)
                 rows_there = to_device(torch.tensor(rows), device)
                 numbers_there = to_device(torch.tensor(numbers, dtype=torch.float64), device)

@@ -139,6 +139,8 @@ class Scheduler(Generic[RequestT]):
         self._ranged: list[RequestT] = []
         # The first waiting request, if it found too few free blocks when it was to be admitted last.
         self._without_blocks: RequestT | None = None
+        # The step that was chosen before the outcomes of the one before it were known; None for none.
+        self._ahead: ScheduledStep[RequestT] | None = None
         self.failed: list[RequestT] = []
 
     @property
@@ -219,6 +221,46 @@ class Scheduler(Generic[RequestT]):
         self.stats.draft_tokens += with_drafts.num_tokens - step.num_tokens
         return with_drafts
 
+    def schedule_ahead(self, step: ScheduledStep[RequestT]) -> ScheduledStep[RequestT] | None:
+        """Choose the next step while ``step`` is computed, as if every request of it went on, and allocate its blocks.
+
+        A request that ends in ``step`` keeps its row and its blocks until the next step is complete.
+
+        Args:
+            step: The last step that was chosen; none of its outcomes is known.
+
+        Returns:
+            None if the next step depends on the outcomes, or on blocks that are not free.
+        """
+        self._ahead = None
+        waits_for_outcomes = self._drafting is not None or self._pausing or self._choosing or self._ranged
+        is_divided = bool(self.waiting.queues) and self.waiting.has_several_owners
+        if waits_for_outcomes or is_divided or len(step.requests) < len(self.running):
+            return None
+        has_row = len(self.running) < self._max_num_seqs
+        if has_row and (waiting := self._next_waiting()) is not None and waiting.needs_outcomes:
+            return None
+        following = step.following(self._max_num_batched_tokens)
+        if following is None:
+            return None
+        try:
+            if not self._cache.extend_rows(following.rows, following.num_computed + following.num_scheduled):
+                return None
+        except AssertionError:
+            raise
+        except BaseException:
+            return None  # the next call of ``schedule`` finds the request
+        admitted: list[RequestT] = []
+        counts: list[int] = []
+        if budget := self._max_num_batched_tokens - following.num_tokens:
+            self._admit_waiting(budget, admitted, counts, running=step)
+        self._ahead = following.with_admitted(admitted, counts)
+        return self._ahead
+
+    def forget_ahead(self) -> None:
+        """Forget that a step was chosen ahead: it was not computed, or it is complete."""
+        self._ahead = None
+
     def complete(self, step: ScheduledStep[RequestT], outcomes: Outcomes) -> list[RequestT]:
         """Record the outcome of a step.
 
@@ -266,7 +308,6 @@ class Scheduler(Generic[RequestT]):
         generated = step.requests
         if len(generating) < len(generated):
             generated = [generated[place] for place in generating.tolist()]
-        ended: list[RequestT] = []
         again: list[RequestT] = []
         for request, outcome in zip(generated, outcomes, strict=True):
             if request.finish_reason is not None:
@@ -278,37 +319,46 @@ class Scheduler(Generic[RequestT]):
             else:
                 request.finish_reason = "error"
                 request.error = request.no_outcome
-            if request.finish_reason is not None:
-                ended.append(request)
         num_known = step.num_known.copy()
         num_known[generating] = [len(request.token_ids) for request in generated]
         self.running.advance(num_computed, num_known)
-        if ended:
-            for request in ended:
-                self._blocks.release(request)
-                self.waiting.note_stop(request)
-                if self._drafting is not None:
-                    self._drafting.forget(request)
-            self.running.drop_ended()
-        for request in reversed(again):
+        if ended := [request for request in step.requests if request.finish_reason is not None]:
+            self._release_ended(self._not_ahead(ended))
+        for request in reversed(self._not_ahead(again) if again else ()):
             self._compute_anew(request)
         self.stats.steps += 1
         self.stats.computed_tokens += step.num_tokens
-        self.stats.generated_tokens += int((num_known - step.num_known).sum())
+        self.stats.generated_tokens += int(np.maximum(num_known - step.num_known, 0).sum())
         return [request for request in generated if request not in again] if again else generated
 
     def fail(self, step: ScheduledStep[RequestT], error: str) -> list[RequestT]:
-        """End every request of a step that could not be computed, and return them."""
-        for request in step.requests:
+        """End the requests of a step that could not be computed, and return those that had not ended."""
+        going_on = [request for request in step.requests if request.finish_reason is None]
+        for request in going_on:
             request.error = error
             self.end(request, "error")
-        return step.requests
+        if self._ahead is None:
+            self._release_ended([request for request in step.requests if request.row >= 0])
+        return going_on
+
+    def _release_ended(self, requests: Sequence[RequestT]) -> None:
+        """Free the rows and blocks of running requests that have ended."""
+        for request in requests:
+            self._blocks.release(request)
+            self.waiting.note_stop(request)
+            if self._drafting is not None:
+                self._drafting.forget(request)
+        self.running.drop(requests)
 
     def end(self, request: RequestT, reason: FinishReason) -> None:
         """End a waiting or running request at once; nothing if it has ended."""
         if request.finish_reason is not None:
             return
         request.finish_reason = reason
+        if self._tiers is not None:
+            self._tiers.drop(request)
+        if self._ahead is not None and request in self._ahead.requests:
+            return  # ``complete`` releases it
         if request.row >= 0:
             self.running.remove(request)
             self.waiting.note_stop(request)
@@ -318,8 +368,13 @@ class Scheduler(Generic[RequestT]):
             self._blocks.release(request)
         if self._drafting is not None:
             self._drafting.forget(request)
-        if self._tiers is not None:
-            self._tiers.drop(request)
+
+    def _not_ahead(self, requests: Sequence[RequestT]) -> list[RequestT]:
+        """Return those of requests that the step which was chosen ahead, if any, does not compute."""
+        if self._ahead is None:
+            return list(requests)
+        ahead = {id(request) for request in self._ahead.requests}
+        return [request for request in requests if id(request) not in ahead]
 
     def _end_at_fault(self, request: RequestT, error: BaseException) -> None:
         """End one request that the cache cannot serve."""
@@ -555,22 +610,36 @@ class Scheduler(Generic[RequestT]):
             parts[owner] -= count
         return divided
 
-    def _admit_waiting(self, budget: int, admitted: list[RequestT], counts: list[int]) -> int:
+    def _admit_waiting(
+        self,
+        budget: int,
+        admitted: list[RequestT],
+        counts: list[int],
+        running: ScheduledStep[RequestT] | None = None,
+    ) -> int:
         """Admit waiting requests, in their order, as long as there are enough free blocks.
 
         Args:
             budget: Tokens that the step has left.
             admitted: The admitted requests are appended to it.
             counts: For each of them, the number of tokens that the step computes is appended.
+            running: The step before, if its outcomes are not known.
 
         Returns:
             The tokens that the step still has left.
         """
         input_tokens = 0
+        earlier: list[RequestT] = []
+        earlier_counts: list[int] = []
+        if running is not None and running.admitted:
+            earlier, earlier_counts = running.admitted, running.num_scheduled[-len(running.admitted) :].tolist()
         while budget and len(self.running) < self._max_num_seqs and (request := self._next_waiting()) is not None:
             if self._whole_prompts and len(request.token_ids) > budget:
                 break
-            if is_being_computed(request, admitted, counts, self._shared_block_size):
+            if running is not None and request.needs_outcomes:
+                break
+            others, other_counts = [*earlier, *admitted], [*earlier_counts, *counts]
+            if is_being_computed(request, others, other_counts, self._shared_block_size):
                 break
             try:
                 count = self._blocks.let_run(request, budget, input_tokens, others_run=bool(self.running))

@@ -63,9 +63,10 @@ class RunningRequests(Sequence[RequestT]):
         self._columns[1, : len(num_computed)] = num_computed
         self._columns[2, : len(num_known)] = num_known
 
-    def drop_ended(self) -> None:
-        """Remove the requests that have ended."""
-        going_on = [index for index, request in enumerate(self._requests) if request.finish_reason is None]
+    def drop(self, requests: Sequence[RequestT]) -> None:
+        """Remove requests."""
+        dropped = {id(request) for request in requests}
+        going_on = [index for index, request in enumerate(self._requests) if id(request) not in dropped]
         self._requests = [self._requests[index] for index in going_on]
         self._columns[:, : len(going_on)] = self._columns[:, going_on]
         self._is_ranked = False
@@ -127,6 +128,45 @@ class ScheduledStep(Generic[RequestT]):
     def generating(self) -> IntArray:
         """``[num_generating], int64, host``: the indices of the requests whose last known token is computed."""
         return np.flatnonzero(self.num_computed + self.num_scheduled >= self.num_known)
+
+    def with_admitted(self, admitted: list[RequestT], counts: Sequence[int]) -> ScheduledStep[RequestT]:
+        """Return the step with requests that were admitted to it, and how many tokens it computes of each."""
+        if not admitted:
+            return self
+        columns = np.array([(each.row, each.num_computed, len(each.token_ids)) for each in admitted]).T
+        before = np.stack([self.rows, self.num_computed, self.num_known])
+        rows, num_computed, num_known = np.concatenate([before, columns], axis=1)
+        return ScheduledStep(
+            [*self.requests, *admitted],
+            admitted,
+            rows,
+            num_computed,
+            num_known,
+            np.concatenate([self.num_scheduled, counts]),
+            self.num_tokens + sum(counts),
+        )
+
+    def following(self, max_num_tokens: int) -> ScheduledStep[RequestT] | None:
+        """Return a step that continues the requests, as if each got a token; None if it would leave one out.
+
+        Requests that surely end in this step are not continued.
+
+        Args:
+            max_num_tokens: The most tokens that it computes.
+        """
+        num_computed = self.num_computed + self.num_scheduled
+        is_sampled = num_computed >= self.num_known
+        num_known = self.num_known + is_sampled
+        has_next = ~is_sampled | (num_known < [request.num_final_tokens for request in self.requests])
+        (indices,) = (has_next & [request.finish_reason is None for request in self.requests]).nonzero()
+        counts = (num_known - num_computed)[indices]
+        counts = np.minimum(counts, max_num_tokens - (np.cumsum(counts) - counts))
+        if not len(indices) or counts.min() <= 0:
+            return None
+        requests = self.requests if len(indices) == len(self.requests) else [self.requests[i] for i in indices.tolist()]
+        return ScheduledStep(
+            requests, [], self.rows[indices], num_computed[indices], num_known[indices], counts, int(counts.sum())
+        )
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
