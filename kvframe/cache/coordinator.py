@@ -160,8 +160,8 @@ class KVCacheCoordinator:
         if self._kinds.sparse:
             self._release_refused_of(row, num_computed)
 
-    def commit_rows(self, rows: Rows, num_computed: Counts) -> None:
-        """Do what ``commit_row`` does for each of several rows."""
+    def commit_rows(self, rows: Rows, num_computed: Counts, *, keeps_extended: bool = False) -> None:
+        """Do what ``commit_row`` does for each of several rows; ``keeps_extended`` is as for the manager's verb."""
         numbers = self._numbers
         (has_dead,) = (num_computed >= numbers.next_death[rows]).nonzero()
         num_before = numbers.num_computed[rows[has_dead]]
@@ -171,7 +171,7 @@ class KVCacheCoordinator:
                 self._publisher.publish_row(row)
         if len(has_dead):
             self._release_dead(rows[has_dead], num_before, num_computed[has_dead])
-        for group in self._kinds.sparse:
+        for group in () if keeps_extended else self._kinds.sparse:
             num_after = numbers.num_blocks[group.index][rows] * group.block_size - num_computed
             for index in (num_after >= group.block_size).nonzero()[0].tolist():
                 self._release_refused_of(int(rows[index]), int(num_computed[index]))

@@ -344,16 +344,22 @@ class KVCacheManager:
         if self._refreshes or self._publisher.unreadable:
             self._after_commit([entry.row])
 
-    def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
-        """Do what ``commit`` does for many requests at once: ``num_computed`` is ``[n], int64, host``.
+    def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64], *, keeps_extended: bool = False) -> None:
+        """Do what ``commit`` does for many requests at once.
 
         Their tokens are read from the sequences that they started with, or that ``commit`` was given last.
+
+        Args:
+            rows: Their rows.
+            num_computed: ``[n], int64, host``.
+            keeps_extended: Whether they keep the blocks of all tokens that they were extended for, because a step is
+                being computed that has these tokens.
         """
         self._rows.check(rows, num_computed)
         self._coordinator.check_commit(rows, num_computed)
         for row in self._fresh.keys() & rows.tolist() if self._fresh else ():
             self._first_commit(self._fresh.pop(row))
-        self._coordinator.commit_rows(rows, num_computed)
+        self._coordinator.commit_rows(rows, num_computed, keeps_extended=keeps_extended)
         if self._refreshes or self._publisher.unreadable:
             self._after_commit(rows.tolist())
 

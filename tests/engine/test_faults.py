@@ -131,9 +131,9 @@ def test_an_interrupt_after_a_step_costs_nobody_anything(models: Any) -> None:
     with model.engine(**SMALL_STEPS) as engine:
         commit = manager_of(engine).commit_rows
 
-        def interrupted(*arguments: Any) -> None:
+        def interrupted(*arguments: Any, **options: Any) -> None:
             signal.raise_signal(signal.SIGINT)
-            commit(*arguments)
+            commit(*arguments, **options)
 
         engine.add_request(prompts[1], GREEDY)
         vars(manager_of(engine))["commit_rows"] = interrupted

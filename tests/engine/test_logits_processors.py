@@ -172,7 +172,7 @@ def test_each_draft_is_followed_by_what_follows_it_as_an_output(
     expected: list[int] = []
     for row in logits:
         ((token,),) = accept_drafts(process_logits(row.unsqueeze(0), [one]), [one], [[]])
-        one.token_ids.append(token)
+        one.take(token)
         expected.append(token)
     drafts = expected[:num_drafts]
     if last_is_wrong and drafts:

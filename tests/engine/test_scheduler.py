@@ -79,7 +79,7 @@ class CountingCache:
         self.num_free, self.held = before
         return False
 
-    def commit_rows(self, rows: IntArray, num_computed: IntArray) -> None:
+    def commit_rows(self, rows: IntArray, num_computed: IntArray, *, keeps_extended: bool = False) -> None:
         for row, count in zip(rows, num_computed.tolist(), strict=True):
             name = self.names[row]
             assert count <= min(len(self.token_ids[name]), 4 * self.held[name])
@@ -300,7 +300,7 @@ def test_an_outcome_that_the_cache_cannot_note_ends_the_step_and_raises_once(fre
     assert step is not None
     commit_rows, free = cache.commit_rows, cache.free
 
-    def refuse(rows: IntArray, num_computed: IntArray) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
         raise KeyError("rows")
 
     def refuse_to_free(request_id: str) -> None:
@@ -361,7 +361,7 @@ class AskedCache(CountingCache):
         self.asked.append(("extend", rows.tolist(), num_tokens.tolist()))
         return True
 
-    def commit_rows(self, rows: IntArray, num_computed: IntArray) -> None:
+    def commit_rows(self, rows: IntArray, num_computed: IntArray, *, keeps_extended: bool = False) -> None:
         self.asked.append(("commit", rows.tolist(), num_computed.tolist()))
 
 

@@ -306,6 +306,7 @@ class EngineCore(ABC, Generic[RequestT]):
             if request.finish_reason is None:
                 self._scheduler.end(request, "aborted")
                 self._requests.note([request])
+        self._end_vain_step()
 
     @property
     def has_unfinished(self) -> bool:
@@ -465,7 +466,6 @@ class EngineCore(ABC, Generic[RequestT]):
         """
         self._turns.close()
         self._forget(list(self._requests.values()))
-        self._settle()
         if self._tiers is not None:
             self._tiers.close()
         elif self._pages is not None:
@@ -569,7 +569,6 @@ class EngineCore(ABC, Generic[RequestT]):
         finally:
             for samples in added.values():
                 self._forget(samples)
-            self._settle()
         return [added[index] if index in added else refused[index] for index in range(num_requests)]
 
     def _advance(self) -> None:
@@ -634,6 +633,8 @@ class EngineCore(ABC, Generic[RequestT]):
                 if self._trace is not None:
                     self._trace.note_scheduled(following)
                 pipeline.launch(following)
+            with self._turns.let_through():
+                pipeline.wait()
             self._note_completed(*pipeline.complete())
             if pipeline.is_vain:
                 self._note_completed(*pipeline.complete())
@@ -641,16 +642,21 @@ class EngineCore(ABC, Generic[RequestT]):
             self._note_failed_step(pipeline.fail(STEP_FAILED), error)
             raise
 
+    def _end_vain_step(self) -> None:
+        """Wait for the step that the device still computes if all its requests have ended: no call would complete it."""
+        if self._pipeline is not None and self._pipeline.is_vain:
+            self._pipeline.fail(STEP_FAILED)
+
     def _settle(self) -> None:
         """Complete the step that the device still computes, if there is one."""
         pipeline = self._pipeline
         if pipeline is None or not pipeline.has_step:
             return
         try:
-            while pipeline.has_step:
-                self._note_completed(*pipeline.complete())
+            self._note_completed(*pipeline.complete())
         except BaseException as error:
-            self._note_failed_step(pipeline.fail(STEP_FAILED), error)
+            self._requests.note(pipeline.fail(STEP_FAILED))
+            refuse_exit(f"{self.model.description.name}: a step failed", error)
             raise
 
     def _report_step(self, step: ScheduledStep[RequestT]) -> None:
@@ -680,6 +686,7 @@ class EngineCore(ABC, Generic[RequestT]):
             if self._requests.holds(request):
                 self._requests.remove(request.request_id)
             self._scheduler.end(request, "aborted")
+        self._end_vain_step()
 
 
 def _checked_id(request_id: object) -> str:

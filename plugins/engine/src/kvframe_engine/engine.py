@@ -396,7 +396,7 @@ class Engine(EngineCore[Request]):
         assert isinstance(self._runner, TokenRunner)
         if self._runner.last_tokens is None:
             return None
-        return StepPipeline(self._scheduler, self._runner, self._turns.let_through)
+        return StepPipeline(self._scheduler, self._runner)
 
     def _make_draft_runner(self, draft: Assembly, runner: TokenRunner) -> DraftRunner:
         """Return what runs the draft model, or the prediction heads, over the steps of the served model's runner."""
@@ -557,7 +557,6 @@ class Engine(EngineCore[Request]):
                     raise RequestError(request.error, code="failed")
         finally:
             self._forget(requests)
-            self._settle()
 
     def _refused_output(self, index: int, prompt: AnyPrompt, error: KVFrameError) -> RequestOutput:
         """Return the output for a refused prompt in a batch."""

@@ -8,8 +8,7 @@ drafts or on blocks that others have to give back, is chosen after the outcomes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Generic, Protocol
 
 from kvframe_engine.requests.progress import RequestT
@@ -31,22 +30,15 @@ class StepPipeline(Generic[RequestT]):
     Invariant: between two calls, at most one step is on the device, and every request of it has a row and its blocks.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler[RequestT],
-        runner: Launcher[RequestT],
-        let_through: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, scheduler: Scheduler[RequestT], runner: Launcher[RequestT]) -> None:
         """Start without a step.
 
         Args:
             scheduler: Chooses the steps.
             runner: Launches them.
-            let_through: Returns a context manager that lets interrupts through while the host waits.
         """
         self._scheduler = scheduler
         self._runner = runner
-        self._let_through = let_through
         self._launched: list[LaunchedStep[RequestT]] = []
         self._without_outcome: set[int] = set()
 
@@ -63,9 +55,13 @@ class StepPipeline(Generic[RequestT]):
         return bool(self._launched)
 
     def launch(self, step: ScheduledStep[RequestT]) -> None:
-        """Give a step to the device."""
+        """Give a step to the device; what is raised by that is raised when the step would be complete."""
         before = self._launched[-1].step if self._launched else None
-        self._launched.append(self._runner.launch(step, before))
+        try:
+            launched = self._runner.launch(step, before)
+        except BaseException as error:
+            launched = LaunchedStep.of_failed(step, error)
+        self._launched.append(launched)
 
     def choose_next(self) -> ScheduledStep[RequestT] | None:
         """Choose the step after the one on the device; None if its outcomes have to be known before."""
@@ -73,6 +69,10 @@ class StepPipeline(Generic[RequestT]):
         if not launched.is_late or self._without_outcome:
             return None
         return self._scheduler.schedule_ahead(launched.step)
+
+    def wait(self) -> None:
+        """Wait until the device has computed its first step. It may be interrupted."""
+        self._launched[0].wait()
 
     def complete(self) -> tuple[ScheduledStep[RequestT], list[RequestT]]:
         """Wait for the first step on the device, and record its outcomes.
@@ -85,9 +85,10 @@ class StepPipeline(Generic[RequestT]):
         """
         launched = self._launched[0]
         step = launched.step
-        with self._let_through():
-            token_ids = launched.outcomes()
+        token_ids = launched.outcomes()
         self._launched.remove(launched)
+        if not self._launched:
+            self._scheduler.forget_ahead()
         requests = [step.requests[index] for index in step.generating.tolist()]
         over = {id(request) for request in requests if self._is_over(request)}
         outcomes = [-1 if id(request) in over else each for request, each in zip(requests, token_ids, strict=True)]

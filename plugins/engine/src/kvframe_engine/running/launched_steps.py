@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol
+from typing import Generic, NoReturn, Protocol
 
 import attrs
 import numpy as np
@@ -106,17 +106,28 @@ class LaunchedStep(Generic[RequestT]):
     Attributes:
         step: The step.
         is_late: Whether its tokens are on the device only. If not, they are known already.
-        outcomes: Waits for the device, and returns the outcome of each request that gets a token. Called once.
+        wait: Waits for the device; raises what the step raised.
+        outcomes: Waits, and returns the outcome of each request that gets a token.
     """
 
     step: ScheduledStep[RequestT]
     is_late: bool
+    wait: Callable[[], object]
     outcomes: Callable[[], Sequence[int]]
 
     @classmethod
     def of_known(cls, step: ScheduledStep[RequestT], outcomes: Sequence[int]) -> LaunchedStep[RequestT]:
         """Return a step whose outcomes are known."""
-        return cls(step, False, lambda: outcomes)
+        return cls(step, False, lambda: None, lambda: outcomes)
+
+    @classmethod
+    def of_failed(cls, step: ScheduledStep[RequestT], error: BaseException) -> LaunchedStep[RequestT]:
+        """Return a step that could not be launched."""
+
+        def fail() -> NoReturn:
+            raise error
+
+        return cls(step, False, fail, fail)
 
 
 def places_after(running: ScheduledStep[RequestT] | None, rows: IntArray) -> list[int] | None:

@@ -400,7 +400,7 @@ class TokenRunner(ModelRunner):
             self.tokens[rows, positions] = token_ids
             return token_ids if packed.places is None else [token_ids[place] for place in packed.places]
 
-        return LaunchedStep(step, True, outcomes)
+        return LaunchedStep(step, True, lambda: copy.result().wait(), outcomes)
 
     def _run(self, step: ScheduledStep[Request]) -> Outcomes:
         packed = self.packed = self.pack(step)

@@ -115,7 +115,7 @@ class Draws:
 
 def _numbers_of(request: Request, place: int) -> tuple[float, ...]:
     params = request.params
-    top_k = float(params.top_k or _ALL_TOKENS)
+    top_k = float(min(params.top_k or _ALL_TOKENS, _ALL_TOKENS))
     return params.temperature, request.draw_ahead(place), top_k, params.top_p, params.min_p, params.typical_p
 
 

@@ -55,7 +55,7 @@ class RequestCache(Protocol):
     def extend_rows(self, rows: IntArray, num_tokens: IntArray) -> bool:
         """Allocate blocks for the first tokens of several requests, by row; return False, unchanged, if too few."""
 
-    def commit_rows(self, rows: IntArray, num_computed: IntArray) -> None:
+    def commit_rows(self, rows: IntArray, num_computed: IntArray, *, keeps_extended: bool = False) -> None:
         """Record the numbers of computed tokens of several requests, by row."""
 
     def shrink(self, request_id: str) -> bool:

@@ -300,9 +300,10 @@ class Scheduler(Generic[RequestT]):
             # The state of a request without an outcome is not published: a request that hits it would fail too.
             is_sound = np.ones(len(step.requests), dtype=np.bool_)
             is_sound[generating] = np.array(outcomes) >= 0
-            self._cache.commit_rows(step.rows[is_sound], num_computed[is_sound])
+            rows, counts = step.rows[is_sound], num_computed[is_sound]
+            self._cache.commit_rows(rows, counts, keeps_extended=self._ahead is not None)
         else:
-            self._cache.commit_rows(step.rows, num_computed)
+            self._cache.commit_rows(step.rows, num_computed, keeps_extended=self._ahead is not None)
         for request, count in zip(step.requests, num_computed.tolist(), strict=True):
             request.num_computed = count
         generated = step.requests

@@ -1,0 +1,296 @@
+"""Overlap: the next step is chosen while the device computes the last one, and every token stays the same."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kvframe_engine.engine import Engine
+from kvframe_engine.requests.request import RequestOutput, SamplingParams
+from kvframe_engine.running.launched_steps import HostCopy
+from kvframe_engine.running.model_runner import TokenRunner
+
+from kvframe import Prompt, Stack
+from kvframe.contract.errors import StackError
+from tests.engine.scripted_model import ScriptedModel
+from tests.models.serving import TinyModel, held_pages, ids
+from tests.support.engines import runner_of, storage_of
+
+PROMPTS = [ids(seed, length) for seed, length in enumerate((33, 5, 17, 64, 1, 40, 12, 25))]
+PARAMS = [
+    SamplingParams(max_new_tokens=4 + 3 * index, temperature=0.0 if index % 2 else 1.5, seed=index, top_k=index % 3 * 9)
+    for index in range(len(PROMPTS))
+]
+
+
+class DeviceQueue:
+    """A device with a queue and a thread of its own, which needs some time for each step.
+
+    Attributes:
+        num_queued: Steps that are queued or being computed.
+        queued_at_wait: For each wait of the host, how many steps were queued when it began.
+    """
+
+    def __init__(self, seconds: float = 0.002) -> None:
+        self.num_queued = 0
+        self.queued_at_wait: list[int] = []
+        self._seconds = seconds
+        self._thread = ThreadPoolExecutor(1)
+        self._lock = threading.Lock()
+
+    def submit(self, work: Callable[[], HostCopy]) -> _Queued:
+        with self._lock:
+            self.num_queued += 1
+        return _Queued(self, self._thread.submit(self._compute, work))
+
+    def _compute(self, work: Callable[[], HostCopy]) -> HostCopy:
+        time.sleep(self._seconds)
+        try:
+            return work()
+        finally:
+            with self._lock:
+                self.num_queued -= 1
+
+
+class _Queued:
+    def __init__(self, queue: DeviceQueue, future: Future[HostCopy]) -> None:
+        self._queue, self._future, self._is_waited_for = queue, future, False
+
+    def result(self) -> HostCopy:
+        if not self._is_waited_for:
+            self._is_waited_for = True
+            self._queue.queued_at_wait.append(self._queue.num_queued)
+        return self._future.result()
+
+
+def on_queue(engine: Engine, seconds: float = 0.002) -> DeviceQueue:
+    """Give an engine's steps to a device with a queue of its own."""
+    queue, runner = DeviceQueue(seconds), runner_of(engine)
+    assert isinstance(runner, TokenRunner)
+    runner.submit = queue.submit
+    return queue
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module", params=["gemma3_text", "jamba", "llama4_text", "deepseek_v3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel.save(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 1, "max_num_seqs": 3},
+        {"block_size": 4, "max_num_batched_tokens": 16, "audit": True},
+        {"prefix_caching": False, "graphs": [1, 4, 8]},
+    ],
+    ids=str,
+)
+def test_tokens_are_those_without_overlap(model: TinyModel, options: dict[str, Any]) -> None:
+    with model.engine(**options) as engine:
+        expected = tokens_of(engine.generate(PROMPTS, PARAMS))
+    with model.engine(overlap="on", **options) as engine:
+        if "graphs" not in options:
+            on_queue(engine)
+        assert expected == tokens_of(engine.generate(PROMPTS, PARAMS))
+        assert expected == tokens_of(engine.generate(PROMPTS, PARAMS))  # on cached prefixes
+        assert 0 == held_pages(engine)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_preempted_requests_get_the_same_tokens(model: TinyModel, swap: bool) -> None:
+    sizes = {"block_size": 4, "max_model_len": 96, "max_num_batched_tokens": 24}
+    options = {**sizes, "memory": model.tight_memory(96, **sizes)}
+    if swap:
+        options |= {"preemption": "swap", "host_memory": "1MiB"}
+    with model.engine(**sizes) as engine:
+        expected = tokens_of(engine.generate(PROMPTS, PARAMS))
+    with model.engine(overlap="on", **options) as engine:
+        on_queue(engine)
+        assert expected == tokens_of(engine.generate(PROMPTS, PARAMS))
+        assert engine.stats().preemptions > 0
+        assert 0 == held_pages(engine)
+
+
+def test_an_encoder_decoder_gets_the_same_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = TinyModel.save(tmp_path_factory.mktemp("model"), "bart")
+    prompts: list[Any] = [{"encoder": ids(seed, 9 + seed), "decoder": [2]} for seed in range(4)]
+    asked = [Prompt(**prompt) for prompt in prompts]
+    with model.engine() as engine:
+        expected = tokens_of(engine.generate(asked, PARAMS[:4]))
+    with model.engine(overlap="on") as engine:
+        on_queue(engine)
+        assert expected == tokens_of(engine.generate(asked, PARAMS[:4]))
+
+
+# --- the host's waits -------------------------------------------------------------------------------------------------
+
+
+def test_the_host_waits_once_a_step_and_the_device_has_another_one(tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = TinyModel.save(tmp_path_factory.mktemp("model"), "llama")
+    with model.engine(overlap="on") as engine:
+        queue = on_queue(engine, seconds=0.02)
+        engine.generate(PROMPTS, SamplingParams(max_new_tokens=20, ignore_eos=True))
+        steps = engine.stats().steps
+    assert steps == len(queue.queued_at_wait)
+    # The first step after the prompts and each later one but the last is computed while the next one is queued.
+    assert steps - 1 <= sum(count >= 2 for count in queue.queued_at_wait) + 1
+
+
+def test_no_step_is_computed_in_vain_if_lengths_end_the_requests() -> None:
+    with ScriptedModel("abcdefghijklmnop").engine(overlap="on") as engine:
+        engine.generate(["a", "ab"], SamplingParams(max_new_tokens=5))
+        assert (1 + 2 + 2 * 4, 10, 5) == (
+            engine.stats().computed_tokens,
+            engine.stats().generated_tokens,
+            engine.stats().steps,
+        )
+
+
+def test_a_request_that_turns_out_to_have_ended_costs_one_token() -> None:
+    with ScriptedModel("abcd").engine(overlap="on") as engine:
+        (output,) = engine.generate(["a"], SamplingParams(max_new_tokens=9))
+        assert ("bcd", "stop") == (output.text, output.finish_reason)
+        # The end token is computed from "d"; the token after it is the one in vain.
+        assert (5, 4) == (engine.stats().computed_tokens, engine.stats().generated_tokens)
+        assert 0 == held_pages(engine)
+
+
+# --- what ends requests ----------------------------------------------------------------------------------------------
+
+
+def test_a_broken_output_ends_its_request_and_no_other() -> None:
+    def spoil(last: torch.Tensor, logits: torch.Tensor) -> None:
+        logits[last == ord("u"), 5] = torch.nan
+
+    model = ScriptedModel("the quick brown fox")
+    model.spoil = spoil
+    with model.engine(overlap="on") as engine:
+        on_queue(engine)
+        broken, sound = engine.generate(["the q", "the quic"], SamplingParams(max_new_tokens=6))
+        assert ("error", "u") == (broken.finish_reason, broken.text)
+        assert ("length", "k brow") == (sound.finish_reason, sound.text)
+        assert 0 == held_pages(engine)
+
+
+def test_a_request_whose_cached_state_may_be_broken_is_computed_anew(tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = TinyModel.save(tmp_path_factory.mktemp("model"), "jamba")
+    prompt, params = ids(1, 40), SamplingParams(max_new_tokens=9, temperature=1.0, seed=3)
+    with model.engine(block_size=4) as engine:
+        expected = tokens_of(engine.generate([prompt], params))
+    with model.engine(block_size=4, overlap="on") as engine:
+        engine.generate([prompt], SamplingParams(max_new_tokens=1))
+        storage_of(engine).pool.fill_(0xFF)  # NaN in every dtype
+        assert expected == tokens_of(engine.generate([prompt], params))
+        assert 1 == engine.stats().retries
+
+
+def test_a_step_that_fails_ends_its_requests_after_the_tokens_before_it() -> None:
+    def spoil(last: torch.Tensor, logits: torch.Tensor) -> None:
+        if ord("u") in last.tolist():
+            raise ValueError("out of luck")
+
+    model = ScriptedModel("the quick brown fox")
+    model.spoil = spoil
+    with model.engine(overlap="on") as engine:
+        queue = on_queue(engine)
+        engine.add_request("the", request_id="a")
+        assert [" ", "q", "u"] == [engine.step()[0].new_text for _ in range(3)]
+        with pytest.raises(ValueError, match="out of luck"):
+            engine.step()
+        (output,) = engine.step()
+        assert ("a", "error") == (output.request_id, output.finish_reason)
+        assert 0 == held_pages(engine)
+        assert 0 == queue.num_queued
+        assert "ck" == engine.generate(["the qui"], SamplingParams(max_new_tokens=2))[0].text
+
+
+def test_requests_whose_tokens_change_their_logits_take_part() -> None:
+    params = [
+        SamplingParams(max_new_tokens=6, repetition_penalty=1.1),
+        SamplingParams(max_new_tokens=9, logprobs=True),
+        SamplingParams(max_new_tokens=4),
+    ]
+    results = []
+    for overlap in ("off", "on"):
+        with ScriptedModel("the quick brown fox").engine(overlap=overlap) as engine:
+            outputs = engine.generate(["the", "the q", "t"], params)
+            results.append([(output.text, output.logprobs) for output in outputs])
+    assert results[0] == results[1]
+
+
+# --- any order of calls -----------------------------------------------------------------------------------------------
+
+SCRIPT = "the quick brown fox jumps over the lazy dog"
+
+
+def calls(engine: Engine, seed: int) -> Iterator[None]:
+    """Call an engine's verbs at random."""
+    draw, names = random.Random(seed), []
+    for number in range(24):
+        call = draw.choice(["add", "add", "step", "step", "step", "abort", "reset", "pin", "resize"])
+        if call == "add":
+            names.append(f"request {number}")
+            text = SCRIPT[: draw.randint(1, 20)]
+            params = SamplingParams(
+                max_new_tokens=draw.randint(1, 12),
+                n=draw.choice([1, 1, 2]),
+                stop=draw.choice([(), "w", "ox"]),
+                repetition_penalty=draw.choice([1.0, 1.0, 1.2]),
+            )
+            engine.add_request(text, params, names[-1], owner=draw.choice(["", "", "other"]))
+        elif call == "abort" and names:
+            engine.abort(draw.choice(names))
+        elif call == "reset":
+            engine.reset_prefix_cache()
+        elif call == "pin":
+            engine.unpin(engine.pin_prefix(SCRIPT[: draw.randint(4, 16)]))
+        elif call == "resize":
+            engine.resize_cache(draw.choice(["16KiB", "24KiB"]))
+        yield
+    while engine.has_unfinished:
+        yield
+
+
+@given(st.integers(0, 2**32))
+def test_any_calls_give_the_outputs_of_an_engine_without_overlap(seed: int) -> None:
+    results = []
+    for overlap in ("off", "on"):
+        ends: dict[tuple[str, int], tuple[str | None, str]] = {}
+        with ScriptedModel(SCRIPT).engine(overlap=overlap, max_num_seqs=3, audit=True, memory=16 * 1024) as engine:
+            for _ in calls(engine, seed):
+                for output in engine.step() if engine.has_unfinished else ():
+                    if output.finish_reason is not None:
+                        ends[output.request_id, output.sample] = output.finish_reason, output.text
+            assert 0 == held_pages(engine)
+        results.append(ends)
+    off, on = results
+    assert off.keys() == on.keys()
+    for key, (reason, text) in off.items():
+        if "aborted" not in (reason, on[key][0]):
+            assert (reason, text) == on[key]
+
+
+@pytest.mark.parametrize("overlap", [True, "yes", 1])
+def test_another_value_is_refused(overlap: object) -> None:
+    with pytest.raises(StackError, match="overlap"):
+        Stack.from_mapping({"engine": {"overlap": overlap}})
+
+
+def test_a_closed_engine_leaves_nothing_on_the_device() -> None:
+    with ScriptedModel(SCRIPT).engine(overlap="on") as engine:
+        queue = on_queue(engine)
+        engine.add_request("the")
+        engine.step()
+    assert 0 == queue.num_queued
