@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -52,7 +51,7 @@ class DeviceQueue:
         return _Queued(self, self._thread.submit(self._compute, work))
 
     def _compute(self, work: Callable[[], HostCopy]) -> HostCopy:
-        time.sleep(self._seconds)
+        threading.Event().wait(self._seconds)
         try:
             return work()
         finally:

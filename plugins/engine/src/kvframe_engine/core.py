@@ -643,7 +643,7 @@ class EngineCore(ABC, Generic[RequestT]):
             raise
 
     def _end_vain_step(self) -> None:
-        """Wait for the step that the device still computes if all its requests have ended: no call would complete it."""
+        """Wait for the step on the device if all its requests have ended: no later call would complete it."""
         if self._pipeline is not None and self._pipeline.is_vain:
             self._pipeline.fail(STEP_FAILED)
 

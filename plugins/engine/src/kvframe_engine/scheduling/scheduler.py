@@ -630,17 +630,12 @@ class Scheduler(Generic[RequestT]):
             The tokens that the step still has left.
         """
         input_tokens = 0
-        earlier: list[RequestT] = []
-        earlier_counts: list[int] = []
-        if running is not None and running.admitted:
-            earlier, earlier_counts = running.admitted, running.num_scheduled[-len(running.admitted) :].tolist()
         while budget and len(self.running) < self._max_num_seqs and (request := self._next_waiting()) is not None:
             if self._whole_prompts and len(request.token_ids) > budget:
                 break
-            if running is not None and request.needs_outcomes:
+            if is_being_computed(request, admitted, counts, self._shared_block_size):
                 break
-            others, other_counts = [*earlier, *admitted], [*earlier_counts, *counts]
-            if is_being_computed(request, others, other_counts, self._shared_block_size):
+            if running is not None and (request.needs_outcomes or self._is_computed_in(running, request)):
                 break
             try:
                 count = self._blocks.let_run(request, budget, input_tokens, others_run=bool(self.running))
@@ -667,6 +662,12 @@ class Scheduler(Generic[RequestT]):
             budget -= count
             input_tokens += request.num_new_input_tokens
         return budget
+
+    def _is_computed_in(self, step: ScheduledStep[RequestT], request: RequestT) -> bool:
+        """Return whether a step that is not complete computes state that a request can share in the next one."""
+        num_admitted = len(step.admitted)
+        counts = step.num_scheduled[len(step.requests) - num_admitted :].tolist()
+        return is_being_computed(request, step.admitted, counts, self._shared_block_size)
 
 
 def _is_ready(request: RequestProgress) -> bool:
