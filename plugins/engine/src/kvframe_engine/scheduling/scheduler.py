@@ -234,8 +234,8 @@ class Scheduler(Generic[RequestT]):
         """
         self._ahead = None
         waits_for_outcomes = self._drafting is not None or self._pausing or self._choosing or self._ranged
-        is_divided = bool(self.waiting.queues) and self.waiting.has_several_owners
-        if waits_for_outcomes or is_divided or len(step.requests) < len(self.running):
+        is_ranked = bool(self.waiting.queues) and self.waiting.ranks_running
+        if waits_for_outcomes or is_ranked or len(step.requests) < len(self.running):
             return None
         has_row = len(self.running) < self._max_num_seqs
         if has_row and (waiting := self._next_waiting()) is not None and waiting.needs_outcomes:
