@@ -46,7 +46,7 @@ def is_healthy(running: Running) -> bool:
 
 
 def num_used(running: Running) -> int:
-    return running.server._quota.num_used
+    return running.server._application.quota.num_used
 
 
 def read_all(client: socket.socket) -> bytes:

@@ -254,7 +254,7 @@ def test_a_client_that_stops_waiting_ends_its_request(serve: Serve) -> None:
         client.completions.create(model="tiny", prompt="x", max_tokens=490)
     wait_until(lambda: not any(stats(running).blocks_held))
     assert 0 < stats(running).generated_tokens < 490
-    wait_until(lambda: running.server._quota.num_used == 0)
+    wait_until(lambda: running.server._application.quota.num_used == 0)
 
 
 def test_a_client_that_closes_its_stream_ends_its_request(serve: Serve) -> None:
@@ -265,7 +265,7 @@ def test_a_client_that_closes_its_stream_ends_its_request(serve: Serve) -> None:
     stream.close()
     wait_until(lambda: not any(stats(running).blocks_held))
     assert 0 < stats(running).generated_tokens < 490
-    wait_until(lambda: running.server._quota.num_used == 0)
+    wait_until(lambda: running.server._application.quota.num_used == 0)
 
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
@@ -437,13 +437,13 @@ def test_more_requests_than_the_most_are_told_to_try_again(serve: Serve) -> None
 
     with ThreadPoolExecutor(2) as pool:
         held = [pool.submit(hold) for _ in range(2)]
-        wait_until(lambda: running.server._quota.num_used == 2)
+        wait_until(lambda: running.server._application.quota.num_used == 2)
         with pytest.raises(openai.RateLimitError, match="2 of the 2 samples that one key may have at once"):
             client.completions.create(model="tiny", prompt="x", max_tokens=1)
         go.set()
         for each in held:
             each.result(30)
-    wait_until(lambda: running.server._quota.num_used == 0)
+    wait_until(lambda: running.server._application.quota.num_used == 0)
     client.completions.create(model="tiny", prompt="x", max_tokens=1)
 
 

@@ -18,11 +18,11 @@ from kvframe import EmbeddingOutput, FoundPrefix
 from kvframe_serve.access import CALLER, Caller, error_body
 from kvframe_serve.answers import AnswerFormat
 from kvframe_serve.choices import ChatChoice, Choice, TextChoice
-from kvframe_serve.engine_thread import EngineEnded, EngineThread
 from kvframe_serve.generation import Generation, Part, RequestFailedError
 from kvframe_serve.logprobs import TokenTexts
 from kvframe_serve.metrics import RequestTimes
 from kvframe_serve.reading.question import EmbeddingQuestion, Question
+from kvframe_serve.runner import EngineEnded, EngineRequest, RequestRunner
 
 
 class Answerer(ABC):
@@ -32,17 +32,17 @@ class Answerer(ABC):
     kind: str
     chunk_kind: str
 
-    def __init__(self, name: str, thread: EngineThread, times: RequestTimes, texts: TokenTexts) -> None:
+    def __init__(self, name: str, runner: RequestRunner, times: RequestTimes, texts: TokenTexts) -> None:
         """Take what serves.
 
         Args:
             name: The model's name.
-            thread: The engine's thread.
+            runner: Runs the requests.
             times: Where the times of tokens are recorded.
             texts: The texts of tokens.
         """
         self._name = name
-        self._thread = thread
+        self._runner = runner
         self._times = times
         self._texts = texts
 
@@ -60,7 +60,7 @@ class Answerer(ABC):
         caller = CALLER.get()
         caller.share.grow(question.num_samples)
         generation = Generation(question, caller, self._times)
-        await generation.start(self._thread)
+        await generation.start(self._runner)
         request_id = f"{self.prefix}-{caller.request_id}"
         choices = [self._choice(question, index, request_id) for index in range(question.num_samples)]
         base = {"id": request_id, "created": int(time.time()), "model": self._name}
@@ -123,10 +123,10 @@ class Chats(Answerer):
 class Embeddings:
     """Answers ``/v1/embeddings``."""
 
-    def __init__(self, name: str, thread: EngineThread, times: RequestTimes) -> None:
+    def __init__(self, name: str, runner: RequestRunner, times: RequestTimes) -> None:
         """Take what serves, as ``Answerer`` does."""
         self._name = name
-        self._thread = thread
+        self._runner = runner
         self._times = times
 
     async def answer(self, question: EmbeddingQuestion) -> Response:
@@ -139,17 +139,14 @@ class Embeddings:
         caller, start_time = CALLER.get(), time.perf_counter()
         caller.share.grow(question.num_samples)
         outputs: asyncio.Queue[tuple[int, EmbeddingOutput | EngineEnded]] = asyncio.Queue()
-        salt = caller.salt_for(question.cache_salt)
+        options = {"cache_salt": caller.salt_for(question.cache_salt), "owner": caller.owner}
         for index, prompt in enumerate(question.prompts):
-
-            def add(engine: Any, prompt: Any = prompt) -> str:
-                return str(engine.add_request(prompt, cache_salt=salt, owner=caller.owner))
 
             def receive(output: Any, index: int = index) -> None:
                 outputs.put_nowait((index, output))
 
-            request_id = await self._thread.add(add, 1, receive)
-            caller.on_end.append(partial(self._thread.abort, request_id))
+            request_id = await self._runner.add(EngineRequest(prompt=prompt, options=options), receive)
+            caller.on_end.append(partial(self._runner.abort, request_id))
         vectors: dict[int, tuple[float, ...]] = {}
         while len(vectors) < len(question.prompts):
             index, output = await outputs.get()

@@ -110,7 +110,8 @@ def serve(
         cache={"memory": memory}, model={"device": device, "dtype": dtype}, limits={"max_model_len": max_model_len}
     )
 
-    from kvframe_serve.server import Server, Task
+    from kvframe_serve.application import Task
+    from kvframe_serve.server import Server
 
     _log_to_stderr()
     folder = find_model(model, weights=True)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import attrs
@@ -16,9 +17,7 @@ import attrs
 from kvframe import Embedder, Engine
 from kvframe.contract import EngineError
 from kvframe_serve.request_log import LOG
-
-Receive = Callable[[Any], None]
-"""Takes a request's outputs, on the event loop; the last one of each sample has a ``finish_reason`` or an error."""
+from kvframe_serve.runner import EngineEnded, EngineRequest, Receive
 
 _Job = Callable[[], None]
 
@@ -27,13 +26,6 @@ STEP_SECONDS = 2.0
 
 _RANK_FAILED = "the engine has ended, because one of its ranks failed"
 """What clients are told; the exception may hold data of another client."""
-
-
-@attrs.frozen(kw_only=True)
-class EngineEnded:
-    """What a receiver gets in place of further outputs if the engine has ended."""
-
-    error: str
 
 
 @attrs.define
@@ -94,12 +86,11 @@ class EngineThread:
         """How long the running step has taken; 0 between steps."""
         return self._engine.step_seconds
 
-    async def add(self, add_request: Callable[[Any], str], num_samples: int, receive: Receive) -> str:
+    async def add(self, request: EngineRequest, receive: Receive) -> str:
         """Add a request and return its id in the engine.
 
         Args:
-            add_request: Adds it to the engine, and returns its id.
-            num_samples: Its samples.
+            request: The request.
             receive: Is called on the event loop with each output.
 
         Raises:
@@ -113,11 +104,11 @@ class EngineThread:
                 return  # The client disconnected before its request was added.
             try:
                 self._check_open()
-                request_id = add_request(self._engine)
+                request_id = request.add_to(self._engine)
             except BaseException as error:  # a plugin may raise anything; the thread serves others
                 id_future.set_exception(error if isinstance(error, Exception) else _as_error(error))
                 return
-            self._receivers[request_id] = _Receiver(receive, num_samples)
+            self._receivers[request_id] = _Receiver(receive, request.num_samples)
             id_future.set_result(request_id)
 
         self._jobs.put(job)
@@ -139,6 +130,10 @@ class EngineThread:
                 self._engine.abort(request_id)
 
         self._jobs.put(job)
+
+    def call(self, function: Callable[[Any], None]) -> None:
+        """Call a function with the engine, in the engine's thread between two steps; it does not raise."""
+        self._jobs.put(partial(function, self._engine))
 
     def close(self) -> bool:
         """End all requests and close the engine. It may be called twice.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
 import attrs
 
-from kvframe import FoundPrefix, Prompt, RequestOutput, SamplingParams
+from kvframe import FoundPrefix, RequestOutput
 from kvframe_serve.access import Caller
-from kvframe_serve.engine_thread import EngineEnded, EngineThread
 from kvframe_serve.metrics import RequestTimes
 from kvframe_serve.reading.question import Question
+from kvframe_serve.runner import EngineEnded, EngineRequest, RequestRunner
 
 MOST_UNREAD = 1 << 16
 """Tokens and log-probabilities that may wait for a client; a client that leaves more unread is given up."""
@@ -82,8 +82,8 @@ class Generation:
         self._num_tokens = [0] * question.num_samples
         self._begun = time.perf_counter()
 
-    async def start(self, thread: EngineThread) -> None:
-        """Add all prompts to the engine; they end when their client goes away.
+    async def start(self, runner: RequestRunner) -> None:
+        """Add all prompts to what runs them; they end when their client goes away.
 
         Raises:
             RequestError: The engine refuses one.
@@ -93,12 +93,15 @@ class Generation:
         options: dict[str, Any] = {"cache_salt": caller.salt_for(question.cache_salt), "owner": caller.owner}
         options["hints"] = caller.hints_for(question.hints)
         for index, prompt in enumerate(question.prompts):
-            request_id = await thread.add(
-                partial(_add, prompt, question.boundaries, question.params, options),
-                question.params.n,
-                partial(self._receive, index * question.params.n),
+            request = EngineRequest(
+                prompt=prompt,
+                boundaries=question.boundaries,
+                params=question.params,
+                options=options,
+                stream=question.stream,
             )
-            caller.on_end.append(partial(thread.abort, request_id))
+            request_id = await runner.add(request, partial(self._receive, index * question.params.n))
+            caller.on_end.append(partial(runner.abort, request_id))
 
     async def parts(self) -> AsyncIterator[list[Part]]:
         """Yield the parts as they come, all that are there at once, until all choices have ended.
@@ -176,10 +179,3 @@ class Generation:
             end()
         self._caller.share.free()
         self._ready.set()
-
-
-def _add(
-    prompt: Sequence[int], boundaries: Sequence[int], params: SamplingParams, options: Mapping[str, Any], engine: Any
-) -> str:
-    with_boundaries = Prompt(decoder=prompt, boundaries=boundaries) if boundaries else prompt
-    return str(engine.add_request(with_boundaries, params, **options))

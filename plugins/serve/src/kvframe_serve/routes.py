@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from kvframe import API_VERSION, Embedder, Engine
+from kvframe import API_VERSION
 from kvframe.contract import EngineError, ModelError, RequestError, shown
 from kvframe_serve.access import CALLER, error_body
 from kvframe_serve.answering import Answerer, Embeddings
@@ -35,23 +35,21 @@ class Serving:
     Attributes:
         name: The model's name.
         max_model_len: The most tokens of a request.
-        engine: The engine.
         readers: Read the bodies.
         registry: The metrics.
         embeds: Whether the engine makes embeddings.
         health: Returns why requests are not served now; empty if they are.
         count_refusal: Called with the code of each refusal.
-        answerers: By path, what answers the questions of its bodies; filled when the engine's thread runs.
+        answerers: By path, what answers the questions of its bodies; filled when requests can be run.
         created: When the server started, in seconds since 1970.
     """
 
     name: str
     max_model_len: int
-    engine: Engine | Embedder
     readers: Readers
     registry: CollectorRegistry
     embeds: bool
-    health: Callable[[], str]
+    health: Callable[[], Awaitable[str]]
     count_refusal: Callable[[str], None]
     answerers: dict[str, Answerer | Embeddings] = attrs.field(factory=dict)
     created: int = attrs.field(factory=lambda: int(time.time()))
@@ -149,7 +147,7 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        why = serving.health()
+        why = await serving.health()
         return JSONResponse({"status": why or "ok"}, status_code=503 if why else 200)
 
     @app.get("/metrics")

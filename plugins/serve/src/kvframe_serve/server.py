@@ -1,4 +1,4 @@
-"""Put an engine, its thread, the reading processes and the HTTP application together."""
+"""Put an engine, its thread and the HTTP application together, and serve until the process is told to end."""
 
 from __future__ import annotations
 
@@ -7,33 +7,19 @@ import contextlib
 import signal
 import socket
 import time
-from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import uvicorn
-from prometheus_client import CollectorRegistry
-from transformers import AutoTokenizer
 
-from kvframe import Embedder, Engine, Stack, describe
-from kvframe.contract import ModelError, shown
-from kvframe_serve.access import Access
-from kvframe_serve.answering import Chats, Completions, Embeddings
-from kvframe_serve.answers import find_format
+from kvframe import Embedder, Engine, Stack
+from kvframe.contract import shown
+from kvframe_serve.application import Application, Task, load_engine, served_model
 from kvframe_serve.connections import Connections
 from kvframe_serve.engine_thread import STEP_SECONDS, EngineThread
-from kvframe_serve.limits import Limits, read_limits
-from kvframe_serve.logprobs import TokenTexts
-from kvframe_serve.metrics import EngineMetrics, RequestTimes
-from kvframe_serve.quotas import Quota
-from kvframe_serve.reading.chat import template_of
-from kvframe_serve.reading.process import Readers
-from kvframe_serve.reading.question import ServedModel
-from kvframe_serve.routes import Serving, make_application
-
-Task = Literal["generate", "embed"]
-"""What a server does: it generates tokens, or makes embeddings."""
+from kvframe_serve.limits import read_limits
+from kvframe_serve.metrics import EngineMetrics
 
 _ENDING_SECONDS = 1.0
 """How long answers have to be sent after the requests of a closing server have ended."""
@@ -75,64 +61,25 @@ class Server:
         Raises:
             KVFrameError: The stack, the model or the memory is wrong, or the model has no tokenizer.
         """
-        if task is None:
-            task = "generate" if describe(path).generates else "embed"
-        self.engine: Engine | Embedder = (
-            Engine.from_pretrained(path, stack=stack)
-            if task == "generate"
-            else Embedder.from_pretrained(path, stack=stack)
-        )
+        self.engine: Engine | Embedder = load_engine(path, stack, task)
         self._has_keys = bool(keys)
-        self._limits = limits = read_limits()
         self._thread: EngineThread | None = None
         self._uvicorn: _Uvicorn | None = None
         try:
-            self._tokenizer = _load_tokenizer(path)
-            self._served = _served_model(path, name or path.resolve().name, self.engine, limits, task)
-            self._readers = Readers(self._served, max_seconds=limits.read_seconds, max_memory_mb=limits.read_memory_mb)
+            self._limits = limits = read_limits()
+            served = served_model(path, name, self.engine, limits)
+            self._application = application = Application(served, limits, keys=keys, health=self._health)
         except BaseException:
             self.engine.close()
             raise
-        try:
-            self._readers.wait()
-            self._wire(keys)
-        except BaseException:
-            self.close()
-            raise
-
-    def _wire(self, keys: Collection[str]) -> None:
-        """Connect the parts."""
-        limits = self._limits
-        per_key = limits.max_requests_per_key or (limits.max_requests // 2 if keys else limits.max_requests)
-        self._quota = Quota("samples", max_total=limits.max_requests, max_per_key=max(1, per_key))
+        application.registry.register(EngineMetrics(self.engine, lambda: application.quota.num_used))
         self._connections = Connections(max_connections=limits.max_connections, client_seconds=limits.client_seconds)
-        registry = CollectorRegistry()
-        registry.register(EngineMetrics(self.engine, lambda: self._quota.num_used))
-        self._times = RequestTimes(registry)
-        self._serving = Serving(
-            name=self._served.name,
-            max_model_len=self._served.max_model_len,
-            engine=self.engine,
-            readers=self._readers,
-            registry=registry,
-            embeds=not self._served.generates,
-            health=self.health,
-            count_refusal=self._times.refused,
-        )
-        self.app: Any = Access(
-            make_application(self._serving),
-            self._quota,
-            keys=keys,
-            max_body_bytes=limits.max_body_bytes,
-            client_seconds=limits.client_seconds,
-            count_refusal=self._times.refused,
-            hint_limits=limits.hint_limits,
-        )
+        self.app: Any = application.asgi
 
     @property
     def name(self) -> str:
         """The name that clients use."""
-        return self._served.name
+        return self._application.served.name
 
     @property
     def ended_by(self) -> str:
@@ -147,23 +94,26 @@ class Server:
         seconds, max_seconds = thread.step_seconds, self.engine.stack.engine.max_step_seconds
         return f"a step has been running for {seconds:.0f} seconds" if seconds > max_seconds else ""
 
+    async def _health(self) -> str:
+        return self.health()
+
     def describe(self) -> Mapping[str, str]:
         """Return what is served, and how: what a start prints."""
-        engine, served_model = self.engine, self._served
+        engine, served = self.engine, self._application.served
         backends = sorted({choice.backend for choice in engine.choices})
-        concurrency = engine.plan.max_concurrency(served_model.max_model_len) if engine.plan.groups else None
-        defaults = {name: value for name, value in served_model.defaults.items() if name != "max_new_tokens"}
+        concurrency = engine.plan.max_concurrency(served.max_model_len) if engine.plan.groups else None
+        defaults = {name: value for name, value in served.defaults.items() if name != "max_new_tokens"}
         lines = {
-            "model": f"{served_model.name}, to {'generate' if served_model.generates else 'embed'}",
+            "model": f"{served.name}, to {'generate' if served.generates else 'embed'}",
             "runs on": f"{engine.stack.model.device}, {engine.stack.model.dtype}",
             "backends": ", ".join(backends) or "none",
             "cache": f"{engine.plan.total_bytes / (1 << 20):,.0f} MiB",
-            "concurrency": f"{concurrency} requests of {served_model.max_model_len:,} tokens"
+            "concurrency": f"{concurrency} requests of {served.max_model_len:,} tokens"
             if concurrency
             else "not limited",
             "keys": "accepted ones only" if self._has_keys else "none: every caller is served",
         }
-        if served_model.generates:
+        if served.generates:
             defaults_text = ", ".join(f"{name} {shown(value, 60)}" for name, value in defaults.items())
             lines["sampling"] = f"{defaults_text or 'greedy'} unless a request says otherwise (generation_config.json)"
         return lines
@@ -202,7 +152,7 @@ class Server:
     def close(self) -> None:
         """End all requests, the engine and the reading processes. It may be called twice."""
         self.end_requests()
-        self._readers.close()
+        self._application.close()
 
     def end_requests(self) -> None:
         """End all requests and the engine."""
@@ -228,22 +178,12 @@ class Server:
         thread = self._thread = EngineThread(
             self.engine,
             loop,
-            note_step=self._times.step,
-            note_failed_step=self._times.failed_step,
+            note_step=self._application.times.step,
+            note_failed_step=self._application.times.failed_step,
             on_end=self.stop,
         )
         self.engine.on_failed_rank = self._end_with_a_rank
-        answerers, times = self._serving.answerers, self._times
-        if not self._served.generates:
-            answerers["/v1/embeddings"] = Embeddings(self.name, thread, times)
-            return
-        serving = (self.name, thread, times, TokenTexts(self._tokenizer))
-        answerers["/v1/completions"] = Completions(*serving)
-        answerers["/v1/chat/completions"] = Chats(
-            *serving,
-            answer_format=find_format(template_of(self._tokenizer), self._limits.answers),
-            special=_special_tokens(self._tokenizer),
-        )
+        self._application.run_by(thread)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -285,40 +225,3 @@ class _Uvicorn(uvicorn.Server):
             if hasattr(signal, "SIGHUP"):
                 with contextlib.suppress(ValueError, RuntimeError):
                     asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
-
-
-def _load_tokenizer(path: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} has no tokenizer, which a server needs: {error}") from error
-
-
-def _special_tokens(tokenizer: Any) -> frozenset[str]:
-    """Return the texts of all special tokens, those that have no name in the tokenizer's config too."""
-    special_texts = (
-        token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special
-    )
-    return frozenset((*tokenizer.all_special_tokens, *special_texts))
-
-
-def _served_model(path: Path, name: str, engine: Engine | Embedder, limits: Limits, task: Task) -> ServedModel:
-    return ServedModel(
-        path=str(path),
-        name=name,
-        max_model_len=engine.plan.max_model_len,
-        most_tokens=_most_tokens(engine),
-        generates=task == "generate",
-        defaults=engine.model.description.sampling,
-        max_new_tokens=limits.max_new_tokens,
-        max_samples=limits.max_requests,
-        max_logprobs=limits.max_logprobs,
-        answers=limits.answers,
-        vocab_size=engine.model.description.vocab_size or 0,
-    )
-
-
-def _most_tokens(engine: Engine | Embedder) -> int:
-    """Return the most tokens of a request that fit the cache alone."""
-    lengths = range(1, engine.plan.max_model_len + 1)
-    return max(1, bisect_right(lengths, 0, key=lambda length: not engine.plan.fits(length)))
