@@ -80,6 +80,7 @@ bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and par
 	$(BIN)/python -m benchmarks.engine.tiers
 	$(BIN)/python -m benchmarks.engine.tier_steps
 	$(BIN)/python -m benchmarks.memory.tier_hits
+	$(BIN)/python -m benchmarks.serving.routing
 
 # Versions of vLLM are laid over the environment of `make vllm`.
 ALL_OR_VLLM := $(if $(VERSIONS),$(findstring vllm,$(VERSIONS)),all)

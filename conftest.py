@@ -57,6 +57,7 @@ LONG = {
     "test_compiled_models.py",
     "test_composition.py",
     "test_docs.py",
+    "test_deployment.py",
     "test_drafts.py",
     "test_flex_backend.py",
     "test_frozen.py",

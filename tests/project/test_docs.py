@@ -133,7 +133,7 @@ def install(folder: Path) -> None:
     (info / "METADATA").write_text(metadata, encoding="utf-8")
     groups = [
         f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
-        for group, entries in project["entry-points"].items()
+        for group, entries in project.get("entry-points", {}).items()
     ]
     (info / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
 

@@ -1,0 +1,232 @@
+"""Serve a tiny model with engines on Ray Serve, by each router, and let users talk to it. See benchmarks/README.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import socket
+import statistics
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import click
+import ray
+from kvframe_ray.deploying import Arguments, make_app
+from kvframe_ray.router import PrefixRouter
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from benchmarks.harness.pages import heading, page, table
+from benchmarks.harness.record import benchmark
+from benchmarks.serving.running import save_model
+
+REPLY_TOKENS, AT_ONCE = 16, 6
+STACK = """
+[cache]
+memory = "{memory}"
+[limits]
+max_model_len = 2048
+"""
+
+
+class TurnsRouter(RequestRouter):  # type: ignore[misc]
+    """Sends requests to one replica after the other."""
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Begin with the first replica."""
+        self._turns = count()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the next replica first."""
+        replicas = sorted(candidate_replicas, key=lambda replica: replica.replica_id.unique_id)
+        start = next(self._turns) % len(replicas)
+        return [[replica] for replica in (*replicas[start:], *replicas[:start])]
+
+
+ROUTERS: Mapping[str, Callable[[], RequestRouterConfig]] = {
+    "exact prefixes": lambda: RequestRouterConfig(request_router_class=PrefixRouter),
+    "power of two choices": RequestRouterConfig,
+    "round robin": lambda: RequestRouterConfig(request_router_class=TurnsRouter),
+}
+
+Talk = list[list[int]]
+"""The token ids that each turn of a conversation adds."""
+
+
+def draw_talks(trace: str, num_talks: int) -> list[Talk]:
+    """Return the conversations of a trace; equal calls give equal ones."""
+    generator = random.Random(trace)
+
+    def tokens(number: int) -> list[int]:
+        return [generator.randrange(256) for _ in range(number)]
+
+    if trace == "multi-turn":
+        return [[tokens(400), *(tokens(60) for _ in range(5))] for _ in range(num_talks)]
+    if trace == "shared prefixes":
+        shared = [tokens(1_000) for _ in range(max(1, num_talks // 6))]
+        return [[[*generator.choice(shared), *tokens(60)]] for _ in range(3 * num_talks)]
+    return [[tokens(600)] for _ in range(3 * num_talks)]
+
+
+TRACES = ("multi-turn", "shared prefixes", "nothing shared")
+
+
+def ask(url: str, prompt: Sequence[int]) -> tuple[float, int, list[int]]:
+    """Stream an answer; return the seconds to its first token, the tokens that were found, and the answer's tokens."""
+    body = {
+        "prompt": [*prompt],
+        "max_tokens": REPLY_TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    start, first, cached = time.perf_counter(), 0.0, 0
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            first = first or time.perf_counter() - start
+            event = json.loads(line[6:])
+            if usage := event.get("usage"):
+                cached = usage["prompt_tokens_details"]["cached_tokens"]
+    # The tokens of a random model's answer say nothing: the next turn has as many others.
+    return first, cached, [0] * REPLY_TOKENS
+
+
+def run_trace(url: str, trace: str, num_talks: int) -> dict[str, Any]:
+    """Let users talk, several at once; return the figures."""
+    firsts: list[float] = []
+    counts = {"prompt_tokens": 0, "hit_tokens": 0}
+    lock = threading.Lock()
+
+    def talk(turns: Talk) -> None:
+        text: list[int] = []
+        for turn in turns:
+            text += turn
+            first, cached, reply = ask(url, text)
+            with lock:
+                firsts.append(first)
+                counts["prompt_tokens"] += len(text)
+                counts["hit_tokens"] += cached
+            text += reply
+
+    talks = draw_talks(trace, num_talks)
+    start = time.perf_counter()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(talk, talks))
+    seconds = time.perf_counter() - start
+    return {
+        **counts,
+        "requests": len(firsts),
+        "first_token_ms": 1e3 * statistics.median(firsts),
+        "tokens_per_s": (counts["prompt_tokens"] + REPLY_TOKENS * len(firsts)) / seconds,
+    }
+
+
+@contextmanager
+def cluster() -> Iterator[str]:
+    """Start Ray on this machine, and return the address of its HTTP proxy."""
+    folder = tempfile.mkdtemp(prefix="ray")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    ray.init(
+        num_cpus=1,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _temp_dir=folder,
+    )
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield f"http://127.0.0.1:{port}"
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    parts = []
+    for trace in TRACES:
+        rows = [row for row in record["rows"] if row["trace"] == trace]
+        parts += [
+            f"## {trace}",
+            f"{rows[0]['requests']:,} requests, {rows[0]['prompt_tokens']:,} prompt tokens.",
+            table(
+                ("router", "hit tokens", "share", "first token, median", "tokens per second"),
+                [
+                    (
+                        row["router"],
+                        f"{row['hit_tokens']:,}",
+                        f"{row['hit_tokens'] / row['prompt_tokens']:.1%}",
+                        f"{row['first_token_ms']:,.0f} ms",
+                        f"{row['tokens_per_s']:,.0f}",
+                    )
+                    for row in rows
+                ],
+            ),
+        ]
+    note = (
+        f"{record['replicas']} engines with a cache of {record['memory']} each, {AT_ONCE} requests at once, "
+        f"{REPLY_TOKENS} tokens in each answer. Clients, Ray and engines share the cores."
+    )
+    return page(
+        heading("Routers on Ray Serve", record, ".", note),
+        "Hits are prompt tokens that the engine did not compute, as answers say. Tokens per second are of prompts and "
+        "answers. The power of two choices is Ray's default.",
+        *parts,
+    )
+
+
+@benchmark("ray_serve", write_report)
+@click.option("--replicas", type=click.IntRange(2), default=4, show_default=True, help="The number of engines.")
+@click.option("--talks", type=click.IntRange(1), default=24, show_default=True, help="The number of conversations.")
+@click.option("--memory", default="8MiB", show_default=True, help="The cache of each engine.")
+def main(replicas: int, talks: int, memory: str) -> dict[str, Any]:
+    """Serve by each router; write one JSON file and one page."""
+    os.environ |= {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_register_timeout_seconds": "300",
+    }
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        stack = Path(folder, "stack.toml")
+        stack.write_text(STACK.format(memory=memory), encoding="utf-8")
+        arguments = Arguments(
+            model=str(save_model(Path(folder, "tiny"))), stack=str(stack), replicas=replicas, cpus=0, drain_seconds=1
+        )
+        with cluster() as url:
+            for router, make_config in ROUTERS.items():
+                for trace in TRACES:
+                    # Caches begin empty in each trace, because the tokens of traces differ.
+                    if trace == TRACES[0]:
+                        serve.run(make_app(arguments, make_config()), name="tiny")
+                        ask(url, [0] * 20)
+                        time.sleep(2)  # frontends begin to follow the engines
+                    rows.append({"router": router, "trace": trace, **run_trace(url, trace, talks)})
+                serve.delete("tiny")
+    return {"replicas": replicas, "memory": memory, "rows": rows}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Follows the caches of all replicas, so that the directory of this process knows them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Collection
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from kvframe_ray.directory import Directory
+from kvframe_ray.messages import Events, ToReplica
+
+_log = logging.getLogger("kvframe.ray")
+
+_RETRY_SECONDS = 0.5
+"""The time until a replica is followed again that did not answer."""
+
+
+class Following:
+    """Follows replicas: all routers that a process has for a deployment share one.
+
+    Invariant: each running replica has one task in ``_tasks``.
+
+    Attributes:
+        directory: What is known of the replicas.
+    """
+
+    def __init__(self, application: str, deployment: str) -> None:
+        """Follow no replica yet."""
+        self.directory = Directory()
+        self._application = application
+        self._deployment = deployment
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def update(self, replicas: Collection[str]) -> None:
+        """Follow these replicas, and no others. It is called on the event loop of Ray's routers."""
+        for replica in [*self._tasks]:
+            if replica not in replicas:
+                self._tasks.pop(replica).cancel()
+        for replica in replicas:
+            if replica not in self._tasks:
+                self._tasks[replica] = asyncio.get_running_loop().create_task(self._follow(replica))
+
+    async def _follow(self, replica: str) -> None:
+        """Apply the events of a replica; if a call fails, begin again with all that it has cached."""
+        # The constructor of a handle waits for this event loop.
+        handle: Any = await asyncio.to_thread(DeploymentHandle, self._deployment, self._application)
+        method = await asyncio.to_thread(handle.options, method_name="events")
+        to, feed = ToReplica(replica=replica), None
+        try:
+            while True:
+                try:
+                    answer: Events = await method.remote(to, feed)
+                    feed = answer.feed
+                    self.directory.apply(replica, answer.secret, answer.events)
+                except Exception as error:  # The replica has ended or is unreachable, whatever Ray raises for that.
+                    _log.info("replica %s cannot be followed: %s", replica, type(error).__name__)
+                    feed = None
+                    self.directory.remove(replica)
+                    await asyncio.sleep(_RETRY_SECONDS)
+        finally:
+            self.directory.remove(replica)
+
+
+_FOLLOWING: dict[tuple[str, str], Following] = {}
+_CREATING = threading.Lock()
+
+
+def following_of(application: str, deployment: str) -> Following:
+    """Return what follows the replicas of a deployment in this process."""
+    with _CREATING:
+        return _FOLLOWING.setdefault((application, deployment), Following(application, deployment))

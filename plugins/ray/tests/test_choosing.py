@@ -1,0 +1,147 @@
+"""A request goes to the replica that answers it first, by exact hits; what is not known costs hits and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvframe_ray.directory import Directory
+from kvframe_ray.feeds import Feeds
+from kvframe_ray.placement import TOKENS_PER_REQUEST, Load, order_replicas
+from kvframe_serve.engine_thread import EngineThread
+from kvframe_serve.runner import EngineRequest
+
+from kvframe import CacheCleared, Engine, SamplingParams, Stack
+from plugins.ray.tests.conftest import STACK
+
+SECRET = bytes(range(32))
+ONE = SamplingParams(max_new_tokens=1)
+
+
+def request(token_ids: Sequence[int]) -> EngineRequest:
+    return EngineRequest(prompt=token_ids, params=ONE, options={"cache_salt": "", "owner": ""})
+
+
+def test_the_replica_with_the_fewest_tokens_before_the_answer_is_chosen() -> None:
+    loads = {"cold": Load(), "warm": Load()}
+    assert ["warm", "cold"] == order_replicas(1000, {"warm": 800}, loads)
+    loads["warm"] = Load(tokens=799)
+    assert ["warm", "cold"] == order_replicas(1000, {"warm": 800}, loads)
+    loads["warm"] = Load(tokens=801)
+    assert ["cold", "warm"] == order_replicas(1000, {"warm": 800}, loads)
+    loads["warm"] = Load(requests=800 // TOKENS_PER_REQUEST + 1)
+    assert ["cold", "warm"] == order_replicas(1000, {"warm": 800}, loads)
+
+
+def test_equal_replicas_take_turns_by_chance() -> None:
+    loads = {"a": Load(), "b": Load()}
+    assert {"a", "b"} == {order_replicas(10, {}, loads)[0] for _ in range(64)}
+
+
+def test_requests_count_until_they_are_answered() -> None:
+    directory = Directory()
+    directory.send("r1", "a", 100)
+    directory.send("r2", "a", 50)
+    assert {"a": Load(150, 2), "b": Load(0, 3)} == directory.loads({"a": 1, "b": 3})
+    directory.begin("r1")
+    assert {"a": Load(50, 2)} == directory.loads({"a": 2})
+    directory.send("r2", "b", 60)  # it was lost, and runs in another replica
+    directory.end("r2", "a")
+    directory.end("r1", "a")
+    assert {"a": Load(), "b": Load(60, 1)} == directory.loads({"a": 0, "b": 1})
+
+
+class Replica:
+    """An engine, its thread and its feeds, as in a replica of the deployment."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        import tomllib
+
+        tables = tomllib.loads(STACK)
+        tables["cache"]["key"] = SECRET.hex()
+        self.engine = Engine.from_pretrained(checkpoint, stack=Stack.from_mapping(tables))
+        self.loop = asyncio.new_event_loop()
+        self.thread = EngineThread(self.engine, self.loop)
+        self.feeds = Feeds(self.thread, self.loop)
+
+    def take(self, name: str | None) -> tuple[str, list[Any]]:
+        return self.loop.run_until_complete(self.feeds.take(name))
+
+    def run(self, token_ids: Sequence[int]) -> int:
+        """Run a request to its end; return the tokens that it found."""
+
+        async def answered() -> int:
+            outputs: asyncio.Queue[Any] = asyncio.Queue()
+            await self.thread.add(request(token_ids), outputs.put_nowait)
+            return int((await outputs.get()).cached.num_tokens)
+
+        return self.loop.run_until_complete(answered())
+
+    def close(self) -> None:
+        self.thread.close()
+        self.loop.run_until_complete(asyncio.sleep(0))
+        self.loop.close()
+
+
+@pytest.fixture
+def replica(checkpoint: Path) -> Iterator[Replica]:
+    made = Replica(checkpoint)
+    yield made
+    made.close()
+
+
+def follow(replica: Replica, directory: Directory, name: str | None) -> str:
+    """Apply the events that there are; return the feed's name."""
+    name, events = replica.take(name)
+    directory.apply("a", SECRET, events)
+    return name
+
+
+def test_the_directory_says_what_the_engine_then_reports(replica: Replica) -> None:
+    directory, first, second = Directory(), [*range(70)], [*range(40), *range(100, 140)]
+    name = follow(replica, directory, None)
+    assert {"a": 0} == directory.hits(request(first))
+    assert 0 == replica.run(first)
+    name = follow(replica, directory, name)
+    assert {"a": 64} == directory.hits(request(first))
+    assert {"a": 32} == directory.hits(request(second))
+    assert 32 == replica.run(second)
+    assert 64 == replica.run(first)
+    directory.remove("a")
+    assert {} == directory.hits(request(first))
+
+
+def test_a_follower_that_lags_begins_again(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframe_ray.feeds.MOST_EVENTS", 3)
+    directory, prompts = Directory(), [[index] * 40 for index in range(6)]
+    name = follow(replica, directory, None)
+    for prompt in prompts:
+        replica.run(prompt)
+    assert {"a": 0} == directory.hits(request(prompts[0]))
+    again, events = replica.take(name)
+    assert name != again
+    assert isinstance(events[0], CacheCleared)
+    directory.apply("a", SECRET, events)
+    assert [{"a": 32}] * 6 == [directory.hits(request(prompt)) for prompt in prompts]
+
+
+def test_a_lost_answer_costs_nothing_but_time(replica: Replica) -> None:
+    directory, prompt = Directory(), [*range(50)]
+    name = follow(replica, directory, None)
+    replica.run(prompt)
+    replica.take(name)  # these events do not arrive
+    assert {"a": 0} == directory.hits(request(prompt))
+    follow(replica, directory, None)
+    assert {"a": 48} == directory.hits(request(prompt))
+
+
+def test_without_followers_the_engine_records_nothing(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframe_ray.feeds.MOST_EVENTS", 0)
+    replica.take(None)
+    assert replica.engine.on_cache_events is not None
+    for index in range(3):
+        replica.run([index] * 40)
+    assert replica.engine.on_cache_events is None
