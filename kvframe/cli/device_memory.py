@@ -48,7 +48,7 @@ def device_to_dict(device: DevicePlan) -> dict[str, Any]:
         "cache_bytes": max(0, device.cache_bytes),
         "starts": device.longest_request > 0,
         "longest_request": device.longest_request,
-        "changes": device.changes(),
+        "changes": list(device.changes),
         "notes": notes_of(device),
     }
 
@@ -86,7 +86,7 @@ def print_device(device: DevicePlan) -> None:
             *verdict,
         ],
     )
-    changes = device.changes()
+    changes = device.changes
     if changes:
         purpose = "" if longest else " so that it starts"
         print_facts(f"What to change{purpose}, one of", [(str(index), each) for index, each in enumerate(changes, 1)])

@@ -112,29 +112,29 @@ class DevicePlan:
             return 0
         return self.plan.longest_request if self.plan.groups else self.plan.max_model_len
 
-    def changes(self) -> list[str]:
-        """Return what would let the model start or, if it starts, take requests of the greatest length.
-
-        Each change is tried alone.
-        """
+    @cached_property
+    def changes(self) -> tuple[str, ...]:
+        """What would let the model start or, if it does, take requests of the greatest length; each is tried alone."""
         if self.longest_request == self.setup.max_model_len:
-            return []
+            return ()
         changes = []
         if self.longest_request:
             changes.append(f"fewer tokens: --max-model-len {self.longest_request}")
-        formats = [name for name in self.whole.registry.formats.names() if self._is_enough(format=name)]
-        if formats and self.cache_bytes > 0:
+        names = self.whole.registry.formats.names() if self.cache_bytes > 0 else []
+        formats = [name for name in names if self._is_enough(format=name)]
+        if formats:
             changes.append(f"another format of the cache: [cache] format = {' or '.join(map(shown, formats))}")
-        more_ranks: dict[str, int] = {}
         for num_ranks in (number for number in _TRIED_RANKS if number > self.num_ranks):
-            if "" not in more_ranks and self._is_enough(num_ranks=num_ranks):
-                refusal = attrs.evolve(self, num_ranks=num_ranks).share.refusal
-                more_ranks.setdefault(" of another engine" if refusal else "", num_ranks)
-        changes += [f"more ranks{engine}: --tensor-parallel {number}" for engine, number in more_ranks.items()]
-        return [*changes, *self._smaller_weights()]
+            share = self._is_enough(num_ranks=num_ranks)
+            if share is not None and share.refusal is None:
+                changes.append(f"more ranks: --tensor-parallel {num_ranks}")
+                break
+            if share is not None and not any("another engine" in change for change in changes):
+                changes.append(f"more ranks of another engine: --tensor-parallel {num_ranks}")
+        return (*changes, *self._smaller_weights())
 
-    def _is_enough(self, *, format: str | None = None, num_ranks: int | None = None) -> bool:
-        """Return whether another format or number of ranks is enough for what is missing."""
+    def _is_enough(self, *, format: str | None = None, num_ranks: int | None = None) -> ModelShare | None:
+        """Return a rank's share if another format or number of ranks is enough for what is missing; otherwise None."""
         whole, registry = self.whole, self.whole.registry
         try:
             if format is not None:
@@ -142,9 +142,9 @@ class DevicePlan:
                 whole = Setup.of(whole.description, attrs.evolve(whole.stack, cache=cache), registry)
             other = attrs.evolve(self, whole=whole, num_ranks=num_ranks or self.num_ranks)
             least = self.setup.max_model_len if self.longest_request else 1
-            return other.longest_request >= least
+            return other.share if other.longest_request >= least else None
         except KVFrameError:  # the format does not fit the layers, or so many ranks do not divide them
-            return False
+            return None
 
     def _smaller_weights(self) -> list[str]:
         if self.longest_request or self.share.num_parameters is None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
+from kvframe_transformers import ranks
 from kvframe_transformers.checkpoint import build_without_weights, read_config
 from kvframe_transformers.testing import save_tiny
 from kvframe_transformers.weight_bytes import count_weights
@@ -25,6 +27,7 @@ from tests.support.commands import run, run_json, stdout_of, write
 
 GIB = 2**30
 LAYER_FILES = Path(__file__).resolve().parents[2] / "examples" / "layers"
+LLAMA = LAYER_FILES / "llama_3_1_8b.toml"
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1, "mscale_all_dim": 1}
 
 # The sizes that the publishers' config.json files name.
@@ -182,10 +185,22 @@ def read(path: Path, stack: Stack | None = None) -> DevicePlan:
     )
 
 
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], DevicePlan]:
+    """Plans by the names of models, each read once."""
+
+    @cache
+    def of(name: str) -> DevicePlan:
+        folder = tmp_path_factory.mktemp(name)
+        write(folder / "config.json", CONFIGS[name])
+        return read(folder)
+
+    return of
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_published_model_is_counted_as_by_hand(name: str, tmp_path: Path) -> None:
-    write(tmp_path / "config.json", CONFIGS[name])
-    one = read(tmp_path)
+def test_a_published_model_is_counted_as_by_hand(name: str, published: Callable[[str], DevicePlan]) -> None:
+    one = published(name)
     (layer_file,) = LAYER_FILES.glob(f"{re.sub('[-.]', '_', name)}.*")
     assert read(layer_file).weight_bytes == one.weight_bytes
     weights, token = HAND[name]
@@ -215,17 +230,16 @@ def test_a_published_model_is_counted_as_by_hand(name: str, tmp_path: Path) -> N
             assert 0 == plan.bytes_per_request % state
 
 
-def test_what_to_change_is_tried(tmp_path: Path) -> None:
-    write(tmp_path / "config.json", CONFIGS["deepseek-v3"])
-    device = read(tmp_path)
-    assert ["more ranks: --tensor-parallel 16"] == device.changes()
+def test_what_to_change_is_tried(published: Callable[[str], DevicePlan]) -> None:
+    device = published("deepseek-v3")
+    assert ("more ranks: --tensor-parallel 16",) == device.changes
     sixteen = attrs.evolve(device, num_ranks=16)
-    assert (True, []) == (sixteen.longest_request > 0, sixteen.changes())
-    write(tmp_path / "config.json", CONFIGS["qwen3-next-80b"])
-    changes = read(tmp_path).changes()
+    assert (True, ()) == (sixteen.longest_request > 0, sixteen.changes)
+    qwen = published("qwen3-next-80b")
+    changes = qwen.changes
     assert "more ranks of another engine: --tensor-parallel 4" == changes[0]
     assert changes[1].startswith("a checkpoint with weights of 4 bits, about 41.7 GiB")
-    (note,) = device_to_dict(attrs.evolve(read(tmp_path), num_ranks=8))["notes"]
+    (note,) = device_to_dict(attrs.evolve(qwen, num_ranks=8))["notes"]
     assert "has 16 heads and 2 key-value heads" in note
 
 
@@ -248,7 +262,7 @@ def test_the_command_decides(llama: Path) -> None:
     assert "  2  another format of the cache: [cache] format = 'int4_token_head'\n" in shown
     assert "  3  more ranks: --tensor-parallel 2\n" in shown
     assert f"a run gets this cache by --memory {left >> 20}MiB\n" in shown
-    device = run_json("plan", llama, "--memory", "24GiB", "--reserve", "1GiB", "--tensor-parallel", 2)["device"]
+    device = run_json("plan", LLAMA, "--memory", "24GiB", "--reserve", "1GiB", "--tensor-parallel", 2)["device"]
     assert (True, 131072, [], GIB) == (
         device["starts"],
         device["longest_request"],
@@ -257,14 +271,14 @@ def test_the_command_decides(llama: Path) -> None:
     )
 
 
-def test_nothing_fits_is_exit_code_1(llama: Path, tmp_path: Path) -> None:
+def test_nothing_fits_is_exit_code_1(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    result = run("plan", llama, "--memory", "16GB", "--html", page)
+    result = run("plan", LLAMA, "--memory", "16GB", "--html", page)
     assert (1, "") == (result.exit_code, result.stderr)
     assert "  starts      no: the weights and the reserve take 16.45 GiB\n" in result.stdout
     assert "  1  more ranks: --tensor-parallel 2\n" in result.stdout
     assert '"starts": false' in page.read_text()
-    result = run("plan", llama, "--memory", "16GB", "--json")
+    result = run("plan", LLAMA, "--memory", "16GB", "--json")
     assert (1, False, 0) == (
         result.exit_code,
         *(json.loads(result.stdout)["device"][key] for key in ("starts", "cache_bytes")),
@@ -342,8 +356,18 @@ def test_a_draft_model_is_counted_too(llama: Path, tmp_path: Path) -> None:
     save_tiny(draft, "llama", vocab_size=128256, max_position_embeddings=131072)
     stack = Stack.from_mapping({"model": {"drafts": {"name": "draft_model", "model": str(draft)}}})
     model = build_without_weights(read_config(draft), "draft")
-    alone, beside = read(llama).weight_bytes, read(llama, stack).weight_bytes
-    assert 2 * sum(parameter.numel() for parameter in model.parameters()) == beside - alone
+    number = 8_030_261_248 + sum(parameter.numel() for parameter in model.parameters())
+    assert 2 * number == read(llama, stack).weight_bytes
+
+
+def test_a_plan_of_ranks_says_that_a_package_divides_models(
+    published: Callable[[str], DevicePlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = published("llama-3.1-8b")
+    monkeypatch.setattr(ranks, "find_spec", lambda name: None)
+    assert [] == device_to_dict(attrs.evolve(one))["notes"]
+    (note,) = device_to_dict(attrs.evolve(one, num_ranks=2))["notes"]
+    assert note.endswith("; pip install kvframe-transformers[ranks]")
 
 
 def test_explain_says_what_a_run_would_lack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from kvframe_transformers.known_values import KnownValues
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.plugin import PACK_WEIGHTS, SETTINGS
 from kvframe_transformers.prediction_heads import describe_heads
-from kvframe_transformers.ranks import num_ranks, options_of_ranks, share_of_rank
+from kvframe_transformers.ranks import num_ranks, options_of_ranks, share_of_rank, what_ranks_lack
 from kvframe_transformers.text_part import class_without, idle_parts, remove_parts, without_timm
 from kvframe_transformers.weight_bytes import count_weights, what_lacks
 
@@ -109,7 +109,7 @@ class TransformersAdapter(ModelAdapter):
             num_parameters=weights.num_parameters,
             weights=weights.words,
             refusal=refusal,
-            lacks=what_lacks(config),
+            lacks=(*what_lacks(config), *what_ranks_lack(model, num_ranks)),
         )
 
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:

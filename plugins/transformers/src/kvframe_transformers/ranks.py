@@ -21,6 +21,11 @@ from kvframe_transformers.latents import KIND as LATENT_KIND
 _DIVIDES_OUTPUT = ("colwise", "packed_colwise")
 """The styles of a plan that leave each rank with a part of a projection's output. Others gather the output again."""
 
+_LACKS_ACCELERATE = (
+    "transformers needs the package accelerate to divide a model over several ranks; "
+    "pip install kvframe-transformers[ranks]"
+)
+
 
 def num_ranks() -> int:
     """Return the number of processes that torchrun started; 1 if it started none."""
@@ -84,13 +89,15 @@ def options_of_ranks(model: Any, device: str) -> dict[str, Any]:
             f"{device!r}; set [model] device to {kind!r}"
         )
     if find_spec("accelerate") is None:
-        raise ModelError(
-            "transformers needs the package accelerate to divide a model over several ranks; "
-            "pip install kvframe-transformers[ranks]"
-        )
+        raise ModelError(_LACKS_ACCELERATE)
     from transformers.distributed.configuration_utils import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
+
+
+def what_ranks_lack(model: Any, size: int) -> tuple[str, ...]:
+    """Return what is not installed and would divide a model, given on the meta device, over a number of ranks."""
+    return (_LACKS_ACCELERATE,) if size > 1 and model.tp_plan and find_spec("accelerate") is None else ()
 
 
 def share_of_rank(description: ModelDescription, model: Any, size: int) -> ModelDescription:
