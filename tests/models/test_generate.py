@@ -135,7 +135,7 @@ OPTIONS = (
     ({"block_size": 17}, ["--block-size", "17"]),
     ({"hybrid": False}, ["--no-hybrid"]),
     ({"max_model_len": 100}, ["--max-model-len", "100"]),
-    ({"memory": 1_234_567}, ["--memory", "1234567"]),
+    ({"memory": 1_234_567}, ["--cache-memory", "1234567"]),
 )
 
 
