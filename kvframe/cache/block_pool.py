@@ -266,6 +266,10 @@ class BlockPool:
         """Whether a request had hints that the policy is given."""
         return self._policy is not None and self._policy.hinted is not None
 
+    def takes_hints(self, hints: Hints) -> bool:
+        """Return whether the policy is given the hints of a request: not if no request has had any."""
+        return self.is_hinted or (self._policy is not None and hints != NO_HINTS)
+
     def hint_blocks(self, block_ids: BlockIds, groups: Groups, hints: Hints, owner: str, limit: KeptLimit) -> None:
         """Record the hints of a request that used blocks, before it releases them; nothing without a policy.
 
@@ -277,7 +281,7 @@ class BlockPool:
             limit: How much its owner may keep; the same at each call.
         """
         self._end_hints()
-        if self._policy is not None and (self.is_hinted or hints != NO_HINTS):
+        if self._policy is not None:
             self._policy.use(self._pool_indices(block_ids), groups, hints, owner, limit)
 
     def _note_ends(self, block_ids: AnyBlockIds, pool_indices: PoolIndices) -> None:

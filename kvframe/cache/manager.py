@@ -489,7 +489,7 @@ class KVCacheManager:
         if entry.stored_row is not None:
             self._swapper.release_copies(entry.stored_row)
         else:
-            if hints is not NO_HINTS or self._pool.is_hinted:
+            if self._pool.takes_hints(hints):
                 self._hint_row(entry.row, hints, owner)
             self._free_row(entry.row)
         del self._entries[request_id]

@@ -48,6 +48,24 @@ def test_the_readme_says_the_ratios_of_the_cache_core() -> None:
     assert [f"{ratio:#.3g}" for ratio in ratios] == re.findall(r"\d+\.\d+", paragraph)
 
 
+def test_each_hint_buys_what_it_is_for() -> None:
+    record = record_of("hints")
+
+    def gains(trace: str, hinted: str, kind: str) -> list[float]:
+        """Return by how much the tokens found grow by a hint, for each pool, as a share of what is asked for."""
+        pools, asked = record["traces"][trace]["pools"].values(), record["traces"][trace]["counted"][kind]
+        return [(each[hinted]["found"][kind] - each["no hints"]["found"][kind]) / asked for each in pools]
+
+    for trace in ("chats", "agents"):
+        for hinted in ("one-off", "turns", "all"):
+            assert min(gains(trace, hinted, "turn")) > 0.02
+        assert max(gains(trace, "all", "turn")) > 0.15
+    assert min(gains("batch", "batch", "turn")) > 0.01
+    urgent = [record["waiting"][policy]["median"]["urgent"] for policy in ("fcfs", "priority")]
+    assert urgent[1] <= 2 < urgent[0]
+    assert record["waiting"]["fcfs"]["steps"] == record["waiting"]["priority"]["steps"]
+
+
 # --- tiers ------------------------------------------------------------------------------------------------------------
 
 

@@ -84,9 +84,9 @@ def test_urgent_requests_are_admitted_first_and_equal_ones_in_their_order() -> N
 def test_a_request_goes_before_urgent_ones_that_come_much_later() -> None:
     clock = Clock()
     made = scheduler(request("batch", 1), clock=clock)
-    clock.now = 9.8
+    clock.now = 59.8
     made.add(request("soon"))
-    clock.now = 10.1
+    clock.now = 60.1
     made.add(request("late"))
     assert ["soon", "batch", "late"] == [each.request_id for each in made.waiting]
 
@@ -357,3 +357,18 @@ def test_what_is_no_hints_is_refused(hints: Any) -> None:
                 ask()
             assert "bad_hints" == refusal.value.code
         assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("hints", "num_found"), [(None, 0), (Hints(keep_seconds=3600), 16), (Hints(keep_seconds=0), 0)], ids=range(3)
+)
+def test_hints_of_ended_requests_reach_the_eviction_policy(hints: Hints | None, num_found: int) -> None:
+    params = SamplingParams(max_new_tokens=1)
+    with ScriptedModel(SCRIPT).engine(eviction="scan_resistant", max_num_seqs=8) as engine:
+        engine.generate(["the quick brown fox"], params, hints=hints, owner="a")
+        # Each of these is two blocks at least: together they fill the pool.
+        engine.generate([f"{index:<9}" for index in range(engine.plan.num_slabs)], params)
+        (output,) = engine.generate(["the quick brown fox"], params)
+        assert engine.stats().evictions > 0
+    assert output.cached is not None
+    assert num_found == output.cached.num_tokens

@@ -17,8 +17,8 @@ def order(policy: Priority, arrival: float, priority: int = 0, num_others: int =
 
 
 def test_a_level_of_priority_is_worth_some_seconds_of_waiting() -> None:
-    assert [100.0, 110.0, 90.0] == [order(Priority(), 100.0, priority) for priority in (0, 1, -1)]
-    assert 160.0 == order(Priority(seconds=60), 100.0, 1)
+    assert [100.0, 160.0, 40.0] == [order(Priority(), 100.0, priority) for priority in (0, 1, -1)]
+    assert 110.0 == order(Priority(seconds=10), 100.0, 1)
 
 
 def test_priorities_beyond_the_levels_count_as_the_last_ones() -> None:
@@ -32,7 +32,7 @@ def test_each_other_request_of_an_owner_counts_as_waiting_time() -> None:
 
 
 def test_a_waiting_request_preempts_one_that_is_half_a_level_behind() -> None:
-    assert [5.0, 30.0] == [Priority().preemption_gap(), Priority(seconds=60).preemption_gap()]
+    assert [30.0, 5.0] == [Priority().preemption_gap(), Priority(seconds=10).preemption_gap()]
 
 
 class TestPriority(SchedulingTests):

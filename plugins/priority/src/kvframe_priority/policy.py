@@ -42,7 +42,7 @@ class Priority(SchedulingPolicy):
 
     name: ClassVar[str] = "priority"
 
-    seconds: float = attrs.field(default=10.0, validator=_is_time)
+    seconds: float = attrs.field(default=60.0, validator=_is_time)
     levels: int = attrs.field(default=10, validator=_is_count)
     owner_seconds: float = attrs.field(default=0.1, validator=_is_time)
 
