@@ -5,6 +5,7 @@ See benchmarks/README.md.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import tempfile
@@ -13,11 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar, cast
 
 import attrs
 import click
 import torch
+from kvframe_disk.store import DiskStore
+from kvframe_engine.tiers import tiers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -31,10 +35,17 @@ from benchmarks.harness import models, options
 from benchmarks.harness.pages import Column, case_page, figures
 from benchmarks.harness.record import benchmark, by_turns, counted, measure_each, ratios
 from kvframe import Engine, RequestOutput, SamplingParams, Stack
+from kvframe.contract import OpenPageStore
+from tests.support.engines import fetcher_of
+from tests.support.plugins import plugin
 from tests.support.store_server import PROGRAM, StoreServer
 
 VOCABULARY, TAIL = 1024, 32
 COMPUTED, DEVICE, HOST, DISK, SERVER = "computed again", "device", "host memory", "disk", "server"
+SLOW = "slow disk"
+SLOW_PLACES = {SLOW: (True, True), f"{SLOW}, always read": (False, True), f"{SLOW}, always waited for": (False, False)}
+"""By name, whether an engine skips reads that take longer than computing, and whether a request's wait has a limit."""
+
 FIRST_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)
 NO_END: dict[str, Any] = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 
@@ -113,7 +124,9 @@ class Place:
         engine: The engine.
     """
 
-    def __init__(self, name: str, path: str, num_tokens: int, cache: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, path: str, num_tokens: int, cache: Mapping[str, Any], plugins: Sequence[ModuleType] = ()
+    ) -> None:
         """Make the engine, and compute the prefix once."""
         self.name = name
         longest = num_tokens + 2 * TAIL
@@ -122,7 +135,7 @@ class Place:
             "limits": {"max_model_len": longest, "max_num_batched_tokens": 1024, "max_num_seqs": 4},
             "engine": {"self_check": False},
         }
-        self.engine = Engine.from_pretrained(path, stack=Stack.from_mapping(stack))
+        self.engine = Engine.from_pretrained(path, stack=Stack.from_mapping(stack), plugins=plugins)
         if name == HOST:
             # One request fills the device's memory, so that another one evicts its pages.
             plan = self.engine.plan
@@ -196,8 +209,62 @@ class DiskPlace(Place):
         _without_page_cache(self._folder)
 
 
+@attrs.frozen(kw_only=True)
+class SlowStore(DiskStore):
+    """A folder from which a page is read slowly.
+
+    Attributes:
+        seconds: How long a page takes.
+    """
+
+    name: ClassVar[str] = "slow"
+    seconds: float
+
+    def open(self, origin: str) -> OpenPageStore:
+        """Return the open folder."""
+        opened: Any = super().open(origin)
+        read = opened.read
+
+        def read_slowly(keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Sequence[bool]:
+            time.sleep(self.seconds * len(keys))
+            return list(read(keys, buffers))
+
+        opened.read = read_slowly
+        return cast("OpenPageStore", opened)
+
+
+class SlowPlace(Place):
+    """An engine whose prefix is in a slow store, with the limits of what is read from it, or without."""
+
+    def __init__(self, name: str, path: str, num_tokens: int, folder: Path, seconds: float) -> None:
+        """Make the engine."""
+        store = {"name": "slow", "path": str(folder), "size": "8GiB", "seconds": seconds}
+        registering = plugin("slow", page_stores={"slow": SlowStore})
+        super().__init__(name, path, num_tokens, {"stores": [store]}, [registering])
+        skips, self._has_limit = SLOW_PLACES[name]
+        if not skips:
+            fetcher: Any = fetcher_of(self.engine)
+            fetcher._is_worth = lambda *_: True
+
+    def measure(self) -> dict[str, float]:
+        """Measure as in any place, with this place's limit of a wait."""
+        limits: Any = tiers
+        limit = limits.LEAST_WAIT
+        if not self._has_limit:
+            limits.LEAST_WAIT = math.inf
+        try:
+            return super().measure()
+        finally:
+            limits.LEAST_WAIT = limit
+
+
 def measure(
-    model: Model, num_tokens: int, repeats: int, server: StoreServer | None, advance: Callable[[int], object]
+    model: Model,
+    num_tokens: int,
+    repeats: int,
+    server: StoreServer | None,
+    slow_seconds: float | None,
+    advance: Callable[[int], object],
 ) -> dict[str, Any]:
     """Measure a model by turns of the places."""
     torch.manual_seed(0)
@@ -215,6 +282,9 @@ def measure(
         if server is not None:
             store = {"name": "valkey", "url": server.url, "timeout": 60.0}
             places.append(Place(SERVER, path, num_tokens, {"stores": [store], **key}))
+        if slow_seconds is not None:
+            slow = [(name, folder / f"slow pages {number}") for number, name in enumerate(SLOW_PLACES)]
+            places += [SlowPlace(name, path, num_tokens, pages, slow_seconds) for name, pages in slow]
         for place in places:
             opened.callback(place.engine.close)
         turns = by_turns(places, repeats, lambda place, _: place.measure(), advance, warm_up=True)
@@ -267,8 +337,9 @@ NOTE = "float32; processor time is that of the engine's process, all threads."
 @options.repeats(7)
 @options.threads(1)
 @click.option("--num-tokens", default=4096, show_default=True, help="Tokens of the prefix.")
+@click.option("--slow", type=click.FloatRange(0.0), help="Measure slow disks too: milliseconds that a page takes.")
 @options.choose("--model", "chosen", MODELS)
-def main(repeats: int, threads: int, num_tokens: int, chosen: Sequence[Model]) -> dict[str, Any]:
+def main(repeats: int, threads: int, num_tokens: int, slow: float | None, chosen: Sequence[Model]) -> dict[str, Any]:
     """Measure the models; write one JSON file and one page."""
     models.silence_transformers()
     with ExitStack() as opened:
@@ -277,8 +348,9 @@ def main(repeats: int, threads: int, num_tokens: int, chosen: Sequence[Model]) -
             # The path of a socket is short.
             folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="kvframe-")))
             server = opened.enter_context(StoreServer(folder))
+        seconds = None if slow is None else slow / 1000
         found = measure_each(
-            chosen, repeats + 1, lambda model, advance: measure(model, num_tokens, repeats, server, advance)
+            chosen, repeats + 1, lambda model, advance: measure(model, num_tokens, repeats, server, seconds, advance)
         )
     return {"repeats": repeats, "models": found}
 

@@ -51,7 +51,7 @@ RUNS: Mapping[tuple[str, str], Smallest] = {
         measured={"workloads/tiny-gemma3n/systems": ("off", "on"), "workloads/tiny-yoco/systems": ("off", "on")},
     ),
     ("engine.tiers", "tiers"): Smallest(
-        options="--model tiny-full --num-tokens 128 --repeats 1",
+        options="--model tiny-full --num-tokens 128 --repeats 1 --slow 1",
         measured={"models": ("tiny-full",)},
         forks=False,
     ),
