@@ -42,6 +42,7 @@ from .engine import Engine as Engine
 from .engine import Prompt as Prompt
 from .engine import RequestOutput as RequestOutput
 from .engine import SamplingParams as SamplingParams
+from .hosting.event_feed import EventFeed as EventFeed
 from .hosting.hosted_model import HostedModel as HostedModel
 from .hosting.hosted_model import LiveBlocks as LiveBlocks
 from .hosting.models import load_model as load_model

@@ -17,7 +17,7 @@ from kvframe.cli.guard import joined_lines
 from kvframe.cli.model_check import ModelCheck, check_model
 from kvframe.cli.options import json_option, read_stack, stack_option
 from kvframe.cli.render import format_bytes, print_facts, print_json, print_reasons, print_table
-from kvframe.cli.store_check import check_stores
+from kvframe.cli.store_check import check_publisher, check_stores
 from kvframe.config.hub import find_model
 from kvframe.contract.errors import PlanError, PluginError
 from kvframe.contract.foreign import explain_failed_import
@@ -64,7 +64,8 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
         *find_misnamed(),
     ]
     store_check = check_stores(stack, host.registry)
-    problems += store_check.problems
+    publisher_check = check_publisher(stack, host.registry)
+    problems += [*store_check.problems, *publisher_check.problems]
     model_check = None
     if model is not None and not torch_problem:
         model_check = check_model(find_model(model, weights=False), stack, host)
@@ -79,6 +80,7 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
         ],
         "names": names,
         "page_stores": dict(store_check.facts),
+        "event_publishers": dict(publisher_check.facts),
         "problems": problems,
         "model": None if model_check is None else dict(model_check.facts),
         "next": _next_steps(problems, names, model_check),
@@ -305,6 +307,8 @@ def _print(report: dict[str, Any]) -> None:
         print_reasons("Not usable here, and no fault", reasons)
     if report["page_stores"]:
         print_facts("Page stores", [*report["page_stores"].items()])
+    if report["event_publishers"]:
+        print_facts("Event publisher", [*report["event_publishers"].items()])
     if report["model"]:
         print_facts("Model", [*report["model"].items()])
     print_facts("Problems", [(str(index), text) for index, text in enumerate(report["problems"], 1)] or [("none", "")])

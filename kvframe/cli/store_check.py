@@ -1,4 +1,4 @@
-"""Whether the page stores that a stack names can be opened here and now."""
+"""Whether the page stores and the event publisher that a stack names can be opened here and now."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ORIGIN = "0" * 32
 
 @attrs.frozen
 class StoreCheck:
-    """What was found out about page stores.
+    """What was found out about page stores, or about an event publisher.
 
     Attributes:
-        facts: What a store that works says of itself, by name.
+        facts: What one that works says of itself, by name.
         problems: What is wrong with the others, in sentences.
     """
 
@@ -62,6 +62,27 @@ def check_stores(stack: Stack, registry: Registry) -> StoreCheck:
     if stores and stack.cache.key is None:
         problems += _secret_problems(stack, stores)
     return StoreCheck(facts, problems)
+
+
+def check_publisher(stack: Stack, registry: Registry) -> StoreCheck:
+    """Open the event publisher of a stack, if it has one, and close it."""
+    from kvframe.config.choices import make_event_publisher
+
+    use = stack.cache.events if stack.cache.prefix_caching else None
+    try:
+        publisher = make_event_publisher(use, registry)
+    except KVFrameError as error:
+        return StoreCheck({}, [str(error)])
+    if publisher is None:
+        return StoreCheck({}, [])
+    try:
+        publisher.open().close()
+    except (Exception, SystemExit) as error:  # a publisher raises anything
+        why = joined_lines(safe_text(error))
+        hint = "if an engine of this stack runs here, it has the address"
+        return StoreCheck({}, [f"event publisher {publisher.name!r} cannot be opened now: {why}; {hint}"])
+    without_key = "" if stack.cache.key is not None else ", but no router has the secret: set key in [cache]"
+    return StoreCheck({publisher.name: f"opens{without_key}"}, [])
 
 
 def _secret_problems(stack: Stack, stores: Sequence[PageStore]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvframe.config.options import Use, make_with_options
 from kvframe.contract.errors import KVFrameError, PluginError, SpecError, StackError, WrapperError, listed, shown
+from kvframe.contract.event_publisher import EventPublisher
 from kvframe.contract.eviction import LRU, EvictionPolicy
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.page_store import PageStore
@@ -104,6 +105,11 @@ def make_page_stores(uses: Sequence[Use], registry: Registry) -> list[PageStore]
     Raises ``StackError`` for one that cannot be made.
     """
     return [_make("page_store", use, registry) for use in uses]
+
+
+def make_event_publisher(use: Use | None, registry: Registry) -> EventPublisher | None:
+    """Return the publisher of ``[cache] events``, or None; raise ``StackError`` if it cannot be made."""
+    return None if use is None else _make("event_publisher", use, registry)
 
 
 def make_proposer(use: Use | None, registry: Registry) -> Proposer | None:

@@ -37,6 +37,9 @@ T = TypeVar("T")
 DISK = "disk"
 """The page store of the ``[cache]`` table's key ``disk``."""
 
+ZMQ = "zmq"
+"""The event publisher of an address in the ``[cache]`` table's key ``events``."""
+
 MODEL_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """The element types of models."""
 
@@ -48,6 +51,11 @@ def _as_bytes(memory: int | str | None) -> Any:
 
 def _as_use(value: Any) -> Any:
     return Use(value) if isinstance(value, str) else value
+
+
+def _as_event_publisher(value: Any) -> Any:
+    use = _as_use(value)
+    return Use(ZMQ, {"endpoint": use.name}) if isinstance(use, Use) and "://" in use.name else use
 
 
 def _as_sizes(value: Any) -> Any:
@@ -128,6 +136,9 @@ class CacheOptions:
         disk: A folder of this machine that keeps cached blocks for later engines, and for others that run at the same
             time: a table with ``path``, and ``size``, the most bytes. It is the page store ``"disk"``.
         stores: Further registered page stores, asked in this order after host memory and disk.
+        events: Where events of the cache are published, for routers: the address of the publisher ``"zmq"``, such as
+            ``"tcp://127.0.0.1:5557"``, or a registered publisher, a table of ``name`` and its options. Without it,
+            nothing is recorded.
         audit: Whether to check after every operation that each page is free, held or cached and counted right, and in
             every step that wrappers name no blocks but the step's: for operators who suspect the cache or a wrapper.
             The check takes time in proportion to the pool, and each step waits for the device.
@@ -147,6 +158,7 @@ class CacheOptions:
     host_memory: int | None = attrs.field(default=None, converter=_as_bytes, validator=SIZE_OR_NONE)
     disk: Mapping[str, Any] | None = attrs.field(default=None, validator=TABLE_OR_NONE)
     stores: tuple[Use, ...] = ()
+    events: Use | None = attrs.field(default=None, converter=_as_event_publisher)
     audit: bool = attrs.field(default=False, validator=SWITCH)
     key: str | None = attrs.field(default=None, validator=TEXT_OR_NONE, repr=False)
 

@@ -20,6 +20,7 @@ _NAMED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "format": ("format", (PLAIN.name,)),
     "eviction": ("eviction", (LRU.name,)),
     "stores": ("page_store", ()),
+    "events": ("event_publisher", ()),
     "scheduling": ("scheduling", (FCFS.name,)),
     "prefill_skipping": ("wrapper", ()),
     "drafts": ("proposer", ()),

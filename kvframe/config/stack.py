@@ -250,6 +250,8 @@ class Stack:
         yield "cache.eviction", "eviction", self.cache.eviction
         for use in self.page_stores:
             yield use.origin.removeprefix(f"{self.source}: "), "page_store", use
+        if self.cache.events is not None:
+            yield "cache.events", "event_publisher", self.cache.events
         yield "engine.scheduling", "scheduling", self.engine.scheduling
         if self.model.prefill_skipping is not None:
             yield "model.prefill_skipping", "wrapper", self.model.prefill_skipping

@@ -35,6 +35,8 @@ from .errors import StackError as StackError
 from .errors import UnknownNameError as UnknownNameError
 from .errors import WrapperError as WrapperError
 from .errors import shown as shown
+from .event_publisher import EventPublisher as EventPublisher
+from .event_publisher import OpenEventPublisher as OpenEventPublisher
 from .eviction import LRU as LRU
 from .eviction import MOST_USES as MOST_USES
 from .eviction import EvictionPolicy as EvictionPolicy

@@ -103,6 +103,10 @@ class HookSpecs:
         """Register page stores: subclasses of ``PageStore`` with that ``name``."""
 
     @hookspec
+    def kvframe_register_event_publishers(self, register: Register) -> None:
+        """Register publishers of cache events: subclasses of ``EventPublisher`` with that ``name``."""
+
+    @hookspec
     def kvframe_register_scheduling_policies(self, register: Register) -> None:
         """Register scheduling policies: subclasses of ``SchedulingPolicy`` with that ``name``."""
 

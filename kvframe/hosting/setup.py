@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvframe.config.choices import make_page_stores, make_policy, make_proposer, make_scheduling_policy
+from kvframe.config.choices import (
+    make_event_publisher,
+    make_page_stores,
+    make_policy,
+    make_proposer,
+    make_scheduling_policy,
+)
 from kvframe.config.options import Rule, Use
 from kvframe.contract.errors import StackError, shown
 from kvframe.contract.formats import PLAIN
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
     from kvframe.config.stack import Stack
     from kvframe.contract.backend import KVCache
     from kvframe.contract.description import ModelDescription
+    from kvframe.contract.event_publisher import EventPublisher
     from kvframe.contract.eviction import EvictionPolicy
     from kvframe.contract.model import LoadedModel
     from kvframe.contract.proposer import Proposer
@@ -281,6 +288,14 @@ class Setup:
             StackError: A store is unknown, cannot be imported, or does not take its options.
         """
         return make_page_stores(self.stack.page_stores, self.registry)
+
+    def make_event_publisher(self) -> EventPublisher | None:
+        """Return the publisher of the cache's events; None if the stack names none, or no prefix is cached.
+
+        Raises:
+            StackError: The publisher is unknown, cannot be imported, or does not take its options.
+        """
+        return make_event_publisher(self.stack.cache.events, self.registry) if self.caches_prefixes else None
 
     def make_proposer(self) -> Proposer | None:
         """Return a new instance of the stack's proposer of draft tokens; None if the stack names none.

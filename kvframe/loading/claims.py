@@ -53,6 +53,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             "eviction policy", "kvframe.contract.eviction:EvictionPolicy", "name", reserved=frozenset({"lru"})
         ),
         "page_store": Kind("page store", "kvframe.contract.page_store:PageStore", "name"),
+        "event_publisher": Kind("event publisher", "kvframe.contract.event_publisher:EventPublisher", "name"),
         "scheduling": Kind(
             "scheduling policy", "kvframe.contract.scheduling:SchedulingPolicy", "name", reserved=frozenset({"fcfs"})
         ),

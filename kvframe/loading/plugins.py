@@ -37,6 +37,7 @@ _REGISTERING = {
     "kvframe_register_formats": "format",
     "kvframe_register_eviction_policies": "eviction",
     "kvframe_register_page_stores": "page_store",
+    "kvframe_register_event_publishers": "event_publisher",
     "kvframe_register_scheduling_policies": "scheduling",
     "kvframe_register_proposers": "proposer",
     "kvframe_register_logits_processors": "logits_processor",

@@ -137,6 +137,7 @@ class Registry:
         self.formats = self.catalogues["format"]
         self.eviction_policies = self.catalogues["eviction"]
         self.page_stores = self.catalogues["page_store"]
+        self.event_publishers = self.catalogues["event_publisher"]
         self.scheduling_policies = self.catalogues["scheduling"]
         self.proposers = self.catalogues["proposer"]
         self.logits_processors = self.catalogues["logits_processor"]

@@ -302,6 +302,18 @@ def test_a_page_store_is_opened(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def test_an_event_publisher_is_opened(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/events"
+    result = run("--stack", stack_with(tmp_path, f'events = "{address}"\nkey = "{"ab" * 32}"'), "--json")
+    assert (0, {"zmq": "opens"}) == (result.exit_code, json.loads(result.stdout)["event_publishers"])
+    result = run("--stack", stack_with(tmp_path, f'events = "{address}"'))
+    assert "Event publisher\n  zmq  opens, but no router has the secret: set key in [cache]\n" in result.stdout
+    result = run("--stack", stack_with(tmp_path, f'events = "ipc://{tmp_path}/nowhere/events"'), "--json")
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert (1, True) == (result.exit_code, problem.startswith("event publisher 'zmq' cannot be opened now: "))
+    assert problem.endswith("; if an engine of this stack runs here, it has the address")
+
+
 @pytest.mark.parametrize(
     ("cache", "sentence"),
     [

@@ -98,6 +98,7 @@ def test_file_is_read_in_full(tmp_path: Path) -> None:
                 "format": {},
                 "eviction": {},
                 "page_store": {},
+                "event_publisher": {},
                 "scheduling": {},
                 "proposer": {},
                 "logits_processor": {},
@@ -166,8 +167,8 @@ def test_an_error_in_the_syntax_of_toml_has_its_line(tmp_path: Path, content: by
 def test_unknown_key_names_file_path_keys_and_nearest() -> None:
     assert message({"cache": {"block_sise": 8}}) == (
         "my.toml: cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, disk, dtype, "
-        "eviction, format, host_memory, hybrid, key, memory, preemption, prefix_caching, stores; did you mean "
-        "'block_size'?"
+        "events, eviction, format, host_memory, hybrid, key, max_kept_percent, memory, preemption, "
+        "prefix_caching, stores; did you mean 'block_size'?"
     )
 
 
@@ -250,8 +251,9 @@ def test_all_problems_are_in_one_error() -> None:
     assert message({"cache": {"block_sise": 8, "hybrid": "no"}, "engin": {}}).splitlines() == [
         "my.toml: 3 problems",
         "  cache.hybrid must be true or false, not 'no' (a string)",
-        "  cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, disk, dtype, eviction, "
-        "format, host_memory, hybrid, key, memory, preemption, prefix_caching, stores; did you mean 'block_size'?",
+        "  cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, disk, dtype, events, "
+        "eviction, format, host_memory, hybrid, key, max_kept_percent, memory, preemption, "
+        "prefix_caching, stores; did you mean 'block_size'?",
         "  engin: there is no key named 'engin'; known: cache, engine, limits, model, plugin, plugins, rules; "
         "did you mean 'engine'?",
     ]
@@ -536,6 +538,31 @@ def test_values_of_a_command_line_replace_the_stack_s_own() -> None:
 )
 def test_a_key_in_the_wrong_table_names_its_own_table(key: str, value: object, meant: str) -> None:
     assert f"did you mean {meant}?" in message({"engine": {key: value}})
+
+
+@pytest.mark.parametrize(
+    ("events", "use"),
+    [
+        ("tcp://127.0.0.1:5557", Use("zmq", {"endpoint": "tcp://127.0.0.1:5557"})),
+        ({"name": "zmq", "endpoint": "ipc://x", "buffer": 9}, Use("zmq", {"endpoint": "ipc://x", "buffer": 9})),
+        ("radio", Use("radio")),
+    ],
+)
+def test_events_are_published_at_an_address_or_by_a_named_publisher(events: object, use: Use) -> None:
+    stack = Stack.from_mapping({"cache": {"events": events}})
+    assert stack.cache.events is not None
+    assert (use, "stack: cache.events") == (stack.cache.events, stack.cache.events.origin)
+
+
+def test_a_stack_names_a_registered_event_publisher() -> None:
+    registry = load_plugins().registry
+    Stack.from_mapping({"cache": {"events": "tcp://127.0.0.1:5557"}}).check(registry)
+    with_radio = load_plugins(plugins=[plugin("shop", event_publishers={"radio": "a:B"})]).registry
+    Stack.from_mapping({"cache": {"events": "radio"}}).check_names(with_radio)
+    with pytest.raises(StackError, match=r"^stack: cache\.events: .*no event publisher named 'zqm'.*'zmq'\?$"):
+        Stack.from_mapping({"cache": {"events": "zqm"}}).check_names(registry)
+    with pytest.raises(StackError, match=r"cache\.events: event publisher 'zmq': endpoint must be like tcp://"):
+        Stack.from_mapping({"cache": {"events": "http://127.0.0.1:5557"}}).check(registry)
 
 
 def test_a_stack_names_registered_page_stores() -> None:

@@ -53,7 +53,7 @@ def test_record_says_distribution_versions_and_status(site: FakeSite) -> None:
 
 def test_every_kind_of_name_is_registered(site: FakeSite) -> None:
     hooks = [hook.removeprefix("kvframe_register_") for hook in HOOKS if hook.startswith("kvframe_register_")]
-    assert 10 == len(hooks)
+    assert 11 == len(hooks)
     manifest = "".join(registers(hook, (f"my_{hook}", "kvframe_all.things:Thing")) for hook in hooks)
     site.add("kvframe-all", "all", manifest)
     registry = load_plugins().registry
@@ -63,6 +63,7 @@ def test_every_kind_of_name_is_registered(site: FakeSite) -> None:
     assert registry.formats.names() == ("my_formats",)
     assert registry.eviction_policies.names() == ("my_eviction_policies",)
     assert registry.page_stores.names() == ("my_page_stores",)
+    assert registry.event_publishers.names() == ("my_event_publishers",)
     assert registry.scheduling_policies.names() == ("my_scheduling_policies",)
     assert registry.proposers.names() == ("my_proposers",)
     assert registry.logits_processors.names() == ("my_logits_processors",)
@@ -551,6 +552,7 @@ def test_the_hooks_of_version_1_0_are_there() -> None:
     assert HOOKS == [
         "kvframe_configure",
         "kvframe_register_backends",
+        "kvframe_register_event_publishers",
         "kvframe_register_eviction_policies",
         "kvframe_register_formats",
         "kvframe_register_logits_processors",

@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, Protocol, Self, get_args
 
 import attrs
 
-from kvframe import Choice, KVCachePlan, Setup, Stack, choose_secret, load_model
+from kvframe import Choice, EventFeed, KVCachePlan, Setup, Stack, choose_secret, load_model
 from kvframe.contract.description import LayerDescription
 from kvframe.contract.errors import EngineError, KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.foreign import refuse_exit
@@ -167,6 +167,9 @@ class EngineCore(ABC, Generic[RequestT]):
                 before_end=self._before_end,
                 max_step_seconds=stack.engine.max_step_seconds,
             )
+        publisher = None if isinstance(ranks, Follower) else self.setup.make_event_publisher()
+        if publisher is not None:
+            self._cache_events.publish_to(EventFeed(publisher))
 
     def _log_start(self) -> None:
         """Log in one line what serves the model."""
@@ -389,7 +392,8 @@ class EngineCore(ABC, Generic[RequestT]):
         """The listener to cache events, which gets them in order. None, the default, costs nothing.
 
         It is called after each step that changed the cache, and when the cache is reset or resized, with a list of
-        ``kvframe.BlocksStored``, ``BlocksRemoved`` and ``CacheCleared``. A new listener first gets a ``CacheCleared``
+        ``kvframe.BlocksStored``, ``BlocksRemoved`` and ``CacheCleared``. It gets them beside the publisher of the
+        stack's ``[cache] events``, if there is one. A new listener first gets a ``CacheCleared``
         and events for all that is cached, so a replay of its events always gives the content of the cache. The keys of
         blocks are those of ``kvframe.prefix_key`` under the secret of the stack's ``[cache] key``, or under a secret of
         the engine if the stack has none. If a listener raises, the exception is logged and the listener is removed. If
@@ -472,6 +476,7 @@ class EngineCore(ABC, Generic[RequestT]):
             self._pages.close(CLOSE_SECONDS)
         if self._ranks is not None:
             self._ranks.close()
+        self._cache_events.close(CLOSE_SECONDS)
         self.model.detach()
         if self._draft is not None:
             self._draft.detach()
@@ -617,7 +622,7 @@ class EngineCore(ABC, Generic[RequestT]):
     def _note_completed(self, step: ScheduledStep[RequestT], completed: Sequence[RequestT]) -> None:
         """Record the requests that a step gave something to report."""
         self._requests.unreported.update({request.request_id: request for request in completed})
-        if self._trace is not None or self._tiers is not None or self._cache_events.listener is not None:
+        if self._trace is not None or self._tiers is not None or self._cache_events.is_needed:
             self._report_step(step)
 
     def _compute_overlapped(self, pipeline: StepPipeline[RequestT]) -> None:
@@ -660,7 +665,7 @@ class EngineCore(ABC, Generic[RequestT]):
             raise
 
     def _report_step(self, step: ScheduledStep[RequestT]) -> None:
-        """Record a computed step; give the pages that it made findable to page stores, and its events to a listener."""
+        """Record a computed step; give the pages that it made findable to page stores, and its events to listeners."""
         if self._trace is not None:
             self._trace.note_computed(step)
         if self._tiers is not None:
