@@ -81,6 +81,7 @@ def main() -> None:
         (folder / "pyproject.toml").write_text(completed(folder), encoding="utf-8")
         licence = folder / "LICENSE"
         if not licence.is_symlink():
+            licence.unlink(missing_ok=True)
             licence.symlink_to(Path(*[".."] * len(folder.relative_to(ROOT).parts)) / "LICENSE")
 
 

@@ -95,9 +95,9 @@ class Draws:
             places: As for ``sample``.
             device: Where the logits are.
         """
-        draws: list[Draws] = []
         if not any(request.params.temperature for request in requests):
-            return draws
+            return []
+        draws = []
         for truncates in (False, True):
             rows = [
                 row
