@@ -27,16 +27,17 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from benchmarks.harness.pages import heading, page, table
 from benchmarks.harness.record import benchmark
+from benchmarks.serving.ray_page import AT_ONCE, REPLY_TOKENS, TRACES, write_report
 from benchmarks.serving.running import save_model
 
-REPLY_TOKENS, AT_ONCE = 16, 6
+CONFIG = {"max_position_embeddings": 2048, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
+"""Large enough that prompts take longer to compute than Ray takes to send them."""
 STACK = """
 [cache]
 memory = "{memory}"
 [limits]
-max_model_len = 2048
+max_model_len = 1536
 """
 
 
@@ -57,8 +58,8 @@ class TurnsRouter(RequestRouter):  # type: ignore[misc]
 
 
 ROUTERS: Mapping[str, Callable[[], RequestRouterConfig]] = {
-    "exact prefixes": lambda: RequestRouterConfig(request_router_class=PrefixRouter),
     "power of two choices": RequestRouterConfig,
+    "exact prefixes": lambda: RequestRouterConfig(request_router_class=PrefixRouter),
     "round robin": lambda: RequestRouterConfig(request_router_class=TurnsRouter),
 }
 
@@ -76,12 +77,9 @@ def draw_talks(trace: str, num_talks: int) -> list[Talk]:
     if trace == "multi-turn":
         return [[tokens(400), *(tokens(60) for _ in range(5))] for _ in range(num_talks)]
     if trace == "shared prefixes":
-        shared = [tokens(1_000) for _ in range(max(1, num_talks // 6))]
+        shared = [tokens(1_000) for _ in range(max(1, num_talks // 2))]
         return [[[*generator.choice(shared), *tokens(60)]] for _ in range(3 * num_talks)]
     return [[tokens(600)] for _ in range(3 * num_talks)]
-
-
-TRACES = ("multi-turn", "shared prefixes", "nothing shared")
 
 
 def ask(url: str, prompt: Sequence[int]) -> tuple[float, int, list[int]]:
@@ -163,44 +161,10 @@ def cluster() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_report(record: Mapping[str, Any]) -> str:
-    """Return the page of results as Markdown."""
-    parts = []
-    for trace in TRACES:
-        rows = [row for row in record["rows"] if row["trace"] == trace]
-        parts += [
-            f"## {trace}",
-            f"{rows[0]['requests']:,} requests, {rows[0]['prompt_tokens']:,} prompt tokens.",
-            table(
-                ("router", "hit tokens", "share", "first token, median", "tokens per second"),
-                [
-                    (
-                        row["router"],
-                        f"{row['hit_tokens']:,}",
-                        f"{row['hit_tokens'] / row['prompt_tokens']:.1%}",
-                        f"{row['first_token_ms']:,.0f} ms",
-                        f"{row['tokens_per_s']:,.0f}",
-                    )
-                    for row in rows
-                ],
-            ),
-        ]
-    note = (
-        f"{record['replicas']} engines with a cache of {record['memory']} each, {AT_ONCE} requests at once, "
-        f"{REPLY_TOKENS} tokens in each answer. Clients, Ray and engines share the cores."
-    )
-    return page(
-        heading("Routers on Ray Serve", record, ".", note),
-        "Hits are prompt tokens that the engine did not compute, as answers say. Tokens per second are of prompts and "
-        "answers. The power of two choices is Ray's default.",
-        *parts,
-    )
-
-
 @benchmark("ray_serve", write_report)
 @click.option("--replicas", type=click.IntRange(2), default=4, show_default=True, help="The number of engines.")
 @click.option("--talks", type=click.IntRange(1), default=24, show_default=True, help="The number of conversations.")
-@click.option("--memory", default="8MiB", show_default=True, help="The cache of each engine.")
+@click.option("--memory", default="64MiB", show_default=True, help="The cache of each engine.")
 def main(replicas: int, talks: int, memory: str) -> dict[str, Any]:
     """Serve by each router; write one JSON file and one page."""
     os.environ |= {
@@ -213,7 +177,11 @@ def main(replicas: int, talks: int, memory: str) -> dict[str, Any]:
         stack = Path(folder, "stack.toml")
         stack.write_text(STACK.format(memory=memory), encoding="utf-8")
         arguments = Arguments(
-            model=str(save_model(Path(folder, "tiny"))), stack=str(stack), replicas=replicas, cpus=0, drain_seconds=1
+            model=str(save_model(Path(folder, "tiny"), **CONFIG)),
+            stack=str(stack),
+            replicas=replicas,
+            cpus=0,
+            drain_seconds=1,
         )
         with cluster() as url:
             for router, make_config in ROUTERS.items():

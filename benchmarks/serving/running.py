@@ -68,14 +68,14 @@ def _memory_kib(process: int) -> int:
     return 0  # it ended
 
 
-def save_model(folder: Path) -> Path:
-    """Save a tiny Llama whose tokens are bytes, with a chat template; return the folder."""
+def save_model(folder: Path, **config: int) -> Path:
+    """Save a tiny Llama whose tokens are bytes, with a chat template; return the folder. Options are its config's."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: index for index, letter in enumerate([*alphabet, "<end>"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    save_tiny(folder, "llama", vocab_size=len(vocab), eos_token_id=vocab["<end>"])
+    save_tiny(folder, "llama", vocab_size=len(vocab), eos_token_id=vocab["<end>"], **config)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
     fast.chat_template = (
         "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"

@@ -23,7 +23,7 @@ from benchmarks.engine import (
     tiers,
 )
 from benchmarks.memory import plans, tier_hits, traffic
-from benchmarks.serving import evaluation, hostile, routing
+from benchmarks.serving import evaluation, hostile, ray_page, routing
 from tests.benchmarks.calling import RESULTS, page_of, record_of
 
 PAGES: Mapping[str, Callable[[Any], str]] = {
@@ -46,6 +46,7 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "memory": plans.write_report,
     "memory_traffic": traffic.write_report,
     "metadata": metadata.write_report,
+    "ray_serve": ray_page.write_report,
     "routing": routing.write_report,
     "server": server.write_report,
     "skipping": skipping.write_report,

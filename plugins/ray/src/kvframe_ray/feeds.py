@@ -16,6 +16,9 @@ from kvframe import CacheEvent
 MOST_EVENTS = 10_000
 """Events that are kept for a follower; one that lags further, or has ended, begins again."""
 
+_GATHER_SECONDS = 0.02
+"""How long events are gathered: a call for each step would cost small models as much as the step."""
+
 _WAIT_SECONDS = 1.0
 """How long a follower waits for events; a replica that is to end waits for its followers so long."""
 
@@ -59,6 +62,7 @@ class Feeds:
         assert name is not None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(feed.changed.wait(), _WAIT_SECONDS)
+            await asyncio.sleep(_GATHER_SECONDS)
         feed.changed.clear()
         events, feed.events = feed.events, []
         return name, events

@@ -34,9 +34,13 @@ class Following:
         self._application = application
         self._deployment = deployment
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._handle: asyncio.Task[Any] | None = None
 
     def update(self, replicas: Collection[str]) -> None:
         """Follow these replicas, and no others. It is called on the event loop of Ray's routers."""
+        if self._handle is None:
+            # A handle's constructor waits for this event loop, so another thread calls it.
+            self._handle = asyncio.get_running_loop().create_task(asyncio.to_thread(self._make_handle))
         for replica in [*self._tasks]:
             if replica not in replicas:
                 self._tasks.pop(replica).cancel()
@@ -46,14 +50,13 @@ class Following:
 
     async def _follow(self, replica: str) -> None:
         """Apply the events of a replica; if a call fails, begin again with all that it has cached."""
-        # The constructor of a handle waits for this event loop.
-        handle: Any = await asyncio.to_thread(DeploymentHandle, self._deployment, self._application)
-        method = await asyncio.to_thread(handle.options, method_name="events")
+        assert self._handle is not None
+        handle = await asyncio.shield(self._handle)
         to, feed = ToReplica(replica=replica), None
         try:
             while True:
                 try:
-                    answer: Events = await method.remote(to, feed)
+                    answer: Events = await handle.remote(to, feed)
                     feed = answer.feed
                     self.directory.apply(replica, answer.secret, answer.events)
                 except Exception as error:  # The replica has ended or is unreachable, whatever Ray raises for that.
@@ -63,6 +66,10 @@ class Following:
                     await asyncio.sleep(_RETRY_SECONDS)
         finally:
             self.directory.remove(replica)
+
+    def _make_handle(self) -> Any:
+        handle: Any = DeploymentHandle(self._deployment, self._application)
+        return handle.options(method_name="events")
 
 
 _FOLLOWING: dict[tuple[str, str], Following] = {}
