@@ -54,10 +54,11 @@ def engine_replicas() -> set[str]:
 
 def deploy(**arguments: Any) -> None:
     """Deploy the application, or update it."""
-    from kvframe_ray.deploying import Arguments, app
+    from kvframe_ray import app
     from ray import serve
 
-    serve.run(app(Arguments(replicas=NUM_REPLICAS, cpus=0, **arguments)), name="tiny")
+    # As `serve run` gives arguments: texts, in a dictionary.
+    serve.run(app({"replicas": str(NUM_REPLICAS), "cpus": "0", **arguments}), name="tiny")
 
 
 def kill(replica: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,12 @@ class Arguments(pydantic.BaseModel):
     drain_seconds: float = pydantic.Field(default=60, ge=0)
 
 
-def app(args: Arguments) -> Application:
+def app(args: Mapping[str, Any]) -> Application:
     """Return the application, as in ``serve run kvframe_ray:app model=path/to/model replicas=2``.
 
     The environment's ``KVFRAME_API_KEYS`` names the keys that are accepted, separated by spaces.
     """
-    return make_app(args, RequestRouterConfig(request_router_class=PrefixRouter))
+    return make_app(Arguments.model_validate(args), RequestRouterConfig(request_router_class=PrefixRouter))
 
 
 def make_app(args: Arguments, router: RequestRouterConfig) -> Application:
