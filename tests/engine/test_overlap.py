@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -213,6 +214,20 @@ def test_a_step_that_fails_ends_its_requests_after_the_tokens_before_it() -> Non
         assert 0 == held_pages(engine)
         assert 0 == queue.num_queued
         assert "ck" == engine.generate(["the qui"], SamplingParams(max_new_tokens=2))[0].text
+
+
+def test_an_interrupt_of_the_wait_costs_nothing() -> None:
+    with ScriptedModel(SCRIPT).engine(overlap="on") as engine:
+        on_queue(engine, seconds=0.2)
+        engine.add_request("the", SamplingParams(max_new_tokens=6))
+        threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        texts = []
+        while engine.has_unfinished:
+            texts += [output.new_text for output in engine.step()]
+        assert " quick" == "".join(texts)
+        assert 0 == held_pages(engine)
 
 
 def test_requests_whose_tokens_change_their_logits_take_part() -> None:

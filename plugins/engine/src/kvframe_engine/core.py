@@ -309,7 +309,7 @@ class EngineCore(ABC, Generic[RequestT]):
             if request.finish_reason is None:
                 self._scheduler.end(request, "aborted")
                 self._requests.note([request])
-        self._end_vain_step()
+        self._end_unneeded_step()
 
     @property
     def has_unfinished(self) -> bool:
@@ -641,24 +641,28 @@ class EngineCore(ABC, Generic[RequestT]):
             with self._turns.let_through():
                 pipeline.wait()
             self._note_completed(*pipeline.complete())
-            if pipeline.is_vain:
+            if pipeline.is_unneeded:
                 self._note_completed(*pipeline.complete())
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and not pipeline.is_failed_by(error):
+                self._turns.hold()  # only the wait was interrupted: the next call completes the steps
+                raise
             self._note_failed_step(pipeline.fail(STEP_FAILED), error)
             raise
 
-    def _end_vain_step(self) -> None:
+    def _end_unneeded_step(self) -> None:
         """Wait for the step on the device if all its requests have ended: no later call would complete it."""
-        if self._pipeline is not None and self._pipeline.is_vain:
+        if self._pipeline is not None and self._pipeline.is_unneeded:
             self._pipeline.fail(STEP_FAILED)
 
     def _settle(self) -> None:
-        """Complete the step that the device still computes, if there is one."""
+        """Complete the steps that the device still computes."""
         pipeline = self._pipeline
         if pipeline is None or not pipeline.has_step:
             return
         try:
-            self._note_completed(*pipeline.complete())
+            while pipeline.has_step:
+                self._note_completed(*pipeline.complete())
         except BaseException as error:
             self._requests.note(pipeline.fail(STEP_FAILED))
             refuse_exit(f"{self.model.description.name}: a step failed", error)
@@ -691,7 +695,7 @@ class EngineCore(ABC, Generic[RequestT]):
             if self._requests.holds(request):
                 self._requests.remove(request.request_id)
             self._scheduler.end(request, "aborted")
-        self._end_vain_step()
+        self._end_unneeded_step()
 
 
 def _checked_id(request_id: object) -> str:

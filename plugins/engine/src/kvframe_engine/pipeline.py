@@ -1,9 +1,9 @@
 """Overlap: the next step is chosen and launched while the device computes the last one.
 
 The device keeps the tokens that the host does not know yet, and the next step reads them there. So the host waits once
-a step, for tokens of a step after which the device has another one to compute. A request that turns out to have ended
-is computed for one token more, which no one sees. A step that depends on more than that, such as on penalties, on
-drafts or on blocks that others have to give back, is chosen after the outcomes are known.
+a step, and the device has another step to compute meanwhile. If a request turns out to have ended, the next step
+computes one token of it that no output shows. If a step depends on more than the last tokens, for example on penalties
+or on blocks that other requests have to give back, it is chosen after the outcomes are known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Launcher(Protocol[RequestT]):
 class StepPipeline(Generic[RequestT]):
     """Keeps a step on the device while the host works.
 
-    Invariant: between two calls, at most one step is on the device, and every request of it has a row and its blocks.
+    Invariant: every request of a step on the device has a row and its blocks. At most two steps are on the device.
     """
 
     def __init__(self, scheduler: Scheduler[RequestT], runner: Launcher[RequestT]) -> None:
@@ -43,8 +43,8 @@ class StepPipeline(Generic[RequestT]):
         self._without_outcome: set[int] = set()
 
     @property
-    def is_vain(self) -> bool:
-        """Whether a step is on the device in which no request has an end to come."""
+    def is_unneeded(self) -> bool:
+        """Whether a step is on the device and all its requests have ended."""
         return bool(self._launched) and all(
             request.finish_reason is not None for launched in self._launched for request in launched.step.requests
         )
@@ -55,7 +55,7 @@ class StepPipeline(Generic[RequestT]):
         return bool(self._launched)
 
     def launch(self, step: ScheduledStep[RequestT]) -> None:
-        """Give a step to the device; what is raised by that is raised when the step would be complete."""
+        """Give a step to the device; if that raises, ``wait`` and ``complete`` raise it for this step."""
         before = self._launched[-1].step if self._launched else None
         try:
             launched = self._runner.launch(step, before)
@@ -65,14 +65,18 @@ class StepPipeline(Generic[RequestT]):
 
     def choose_next(self) -> ScheduledStep[RequestT] | None:
         """Choose the step after the one on the device; None if its outcomes have to be known before."""
-        (launched,) = self._launched
-        if not launched.is_late or self._without_outcome:
+        *earlier, launched = self._launched
+        if earlier or not launched.is_late or self._without_outcome:
             return None
         return self._scheduler.schedule_ahead(launched.step)
 
     def wait(self) -> None:
-        """Wait until the device has computed its first step. It may be interrupted."""
+        """Wait until the device has computed its first step. If Ctrl-C interrupts it, the steps stay on the device."""
         self._launched[0].wait()
+
+    def is_failed_by(self, error: BaseException) -> bool:
+        """Return whether a step on the device could not be launched because of this error."""
+        return any(launched.failure is error for launched in self._launched)
 
     def complete(self) -> tuple[ScheduledStep[RequestT], list[RequestT]]:
         """Wait for the first step on the device, and record its outcomes.

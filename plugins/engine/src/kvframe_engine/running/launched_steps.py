@@ -108,12 +108,14 @@ class LaunchedStep(Generic[RequestT]):
         is_late: Whether its tokens are on the device only. If not, they are known already.
         wait: Waits for the device; raises what the step raised.
         outcomes: Waits, and returns the outcome of each request that gets a token.
+        failure: What was raised when it was launched; None if it was.
     """
 
     step: ScheduledStep[RequestT]
     is_late: bool
     wait: Callable[[], object]
     outcomes: Callable[[], Sequence[int]]
+    failure: BaseException | None = None
 
     @classmethod
     def of_known(cls, step: ScheduledStep[RequestT], outcomes: Sequence[int]) -> LaunchedStep[RequestT]:
@@ -127,7 +129,7 @@ class LaunchedStep(Generic[RequestT]):
         def fail() -> NoReturn:
             raise error
 
-        return cls(step, False, fail, fail)
+        return cls(step, False, fail, fail, error)
 
 
 def places_after(running: ScheduledStep[RequestT] | None, rows: IntArray) -> list[int] | None:
