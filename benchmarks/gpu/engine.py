@@ -22,8 +22,8 @@ from kvframe import Engine
 
 NUM_STEPS, WARM_STEPS = 24, 3
 """The number of timed steps, and of steps before them. As many steps as are timed are profiled afterwards."""
-GRAPHS = ("off", "decode")
-"""Without graphs, and with a graph of the steps in which every request decodes."""
+GRAPHS = ("off", "decode", "decode, overlap")
+"""Without graphs; with a graph of the steps in which every request decodes; and with steps that overlap, too."""
 
 LARGE, TINY = "128 decodes at 1,024, 8 layers", "3 decodes at 20, 2 layers"
 WORKLOAD = Workload(name=LARGE, model="bench-llama-8b", num_prompts=128, shortest=1024, memory="8GiB")
@@ -40,7 +40,7 @@ def not_measured(why: str) -> Found:
 
 
 def measure_steps(workload: Workload, device: torch.device, backend: str = "auto") -> dict[str, Found]:
-    """Return the figures of steps without graphs and with one, by the names in ``GRAPHS``."""
+    """Return the figures of steps without graphs, with one, and with overlap, by the names in ``GRAPHS``."""
 
     def measured(path: Path, graphs: str) -> Found:
         try:
@@ -66,7 +66,7 @@ def _measure(workload: Workload, path: Path, device: torch.device, graphs: str, 
     with decoding(workload, path, device, graphs, backend) as engine:
         for _ in range(WARM_STEPS):
             engine.step()
-        # A step ends when the host has its tokens.
+        # A step ends when the host has its tokens; if steps overlap, the device computes the next one then.
         seconds = statistics.median(timed(engine.step)[0] for _ in range(NUM_STEPS))
         busy = busy_seconds(engine, device)
         runner: Any = engine
@@ -93,7 +93,7 @@ def decoding(workload: Workload, path: Path, device: torch.device, graphs: str, 
             "max_num_batched_tokens": max(count, min(16384, count * length)),
             "max_model_len": 2 * length + 2 * NUM_STEPS,
         },
-        "engine": {"self_check": False},
+        "engine": {"self_check": False, "overlap": "on" if "overlap" in graphs else "off"},
     }
     # More tokens than are generated while prompts are computed.
     params = SamplingParams(max_new_tokens=length + 2 * NUM_STEPS - 1, ignore_eos=True)

@@ -88,6 +88,17 @@ def check_replays(graphs: StepGraphs | None, at_least: int = 1) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("graphs", ["off", "auto"])
+def test_steps_that_overlap_give_the_tokens_of_steps_that_do_not(
+    models: Callable[[str], TinyModel], family: str, graphs: str
+) -> None:
+    expected, _ = serve(models(family), family, overlap="off")
+    tokens, engine = serve(models(family), family, overlap="on", graphs=graphs)
+    assert expected == tokens
+    assert 0 == held_pages(engine)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_and_drafts_change_no_token_of_any_kind_of_model(
     models: Callable[[str], TinyModel], family: str
 ) -> None:
