@@ -315,7 +315,7 @@ def test_preempted_requests_with_and_without_inputs_equal_dense(
     model: MixedDecoder, expected: list[tuple[int, ...]], preemption: str
 ) -> None:
     options: dict[str, Any] = {"preemption": "swap", "host_memory": "1MiB"} if preemption == "swap" else {}
-    with model.engine(memory=28 * 1024, block_size=4, max_num_batched_tokens=16, **options) as engine:
+    with model.engine(memory=24 * 1024, block_size=4, max_num_batched_tokens=16, **options) as engine:
         assert expected == served(engine)
         stats = engine.stats()
         assert stats.preemptions > 0

@@ -53,6 +53,8 @@ class Mirror:
     def replay(self, events: Iterable[CacheEvent]) -> None:
         for event in events:
             self.num_events += 1
+            if isinstance(event, BlocksStored | BlocksRemoved) and event.medium != "device":
+                continue
             if isinstance(event, BlocksStored):
                 self._check(event)
                 for key in event.keys:

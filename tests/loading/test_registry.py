@@ -256,7 +256,7 @@ def test_the_table_of_packages_equals_their_registrations() -> None:
     for file in plugins.glob("*/pyproject.toml"):
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         for kind, group in (("plugin", "kvframe.v1"), ("command", "kvframe.commands")):
-            provided |= {(kind, name): project["name"] for name in project["entry-points"].get(group, ())}
+            provided |= {(kind, name): project["name"] for name in project.get("entry-points", {}).get(group, ())}
     packages = set(provided.values())
     for kind, catalogue in load_plugins().registry.catalogues.items():
         provided |= {(kind, each.name): each.owner for each in catalogue.claims() if each.owner in packages}

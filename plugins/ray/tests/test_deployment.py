@@ -154,12 +154,20 @@ def an_update_loses_no_request(served: str, checkpoint: Path, stack_file: Path) 
     assert "renamed" == json.load(urllib.request.urlopen(f"{served}/v1/models", timeout=20))["data"][0]["id"]
 
 
+@pytest.mark.timeout(900)
 def test_engines_on_ray_serve(url: str, checkpoint: Path, stack_file: Path) -> None:
     # One test, because starting Ray and engines takes much longer than all that follows.
     deploy(model=str(checkpoint), stack=str(stack_file))
     answers_are_those_of_an_engine(url, checkpoint)
     each_conversation_finds_its_prefix(url)
     a_lost_replica_loses_no_request(url, checkpoint)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(900)
+def test_an_update_loses_no_request(url: str, checkpoint: Path, stack_file: Path) -> None:
+    # Engines and frontends start anew, one after the other.
+    deploy(model=str(checkpoint), stack=str(stack_file))
     an_update_loses_no_request(url, checkpoint, stack_file)
 
 

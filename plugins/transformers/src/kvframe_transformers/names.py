@@ -80,6 +80,7 @@ NAMES = (
     "transformers.models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "transformers.models.auto.modeling_auto:MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "transformers.models.auto.modeling_auto:MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES",
+    "transformers.quantizers.auto:AutoHfQuantizer.from_config",
     "transformers.utils:SAFE_WEIGHTS_INDEX_NAME",
     "transformers.utils:SAFE_WEIGHTS_NAME",
     "transformers.utils:WEIGHTS_INDEX_NAME",
