@@ -1,6 +1,4 @@
-"""Hints of the senders of requests, and what they say of each cached page: how urgent its requests are, and for how
-long it will be needed.
-"""  # noqa: D205
+"""What senders hint of their requests: how urgent they are, and for how long their cached pages are needed."""
 
 from __future__ import annotations
 
