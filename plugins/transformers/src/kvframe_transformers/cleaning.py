@@ -28,7 +28,8 @@ class CleanedText:
     """The cleaned text of one request.
 
     All text together is the cleaned text of all tokens after its common beginning with the cleaned text of the prompt.
-    It is exactly that if the last 64 characters of the prompt are all of it, or hold a space between two words.
+    It is exactly that if the last 64 characters of the prompt are all of it, or hold a space between two words, and the
+    new tokens change nothing of the prompt's text before it is cleaned up.
 
     Invariant: ``_held[i]`` is the text before the ``i``-th replacement that may begin its pattern.
     """
