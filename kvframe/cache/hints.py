@@ -128,7 +128,7 @@ class HintedPages:
         self._level[pool_indices] = np.minimum(self._level[pool_indices], hints.priority)
 
     def _end(self, pool_indices: npt.NDArray[np.intp] | slice) -> None:
-        """Count pages as kept by nobody."""
+        """Count pages as kept by no owner."""
         owners = self._owner[pool_indices]
         for number in np.unique(owners[owners != 0]).tolist():
             self._kept_bytes[number] -= int(self._bytes[pool_indices][owners == number].sum())

@@ -282,8 +282,8 @@ class Publisher:
             prefixes = (self._num_computed[rows] + 1) // self._alignment * self._alignment
             is_of_prefix = is_of_leaf & (self._deaths[s][group_indices, blocks] > prefixes)
             if np.count_nonzero(is_of_prefix):
-                which = of_groups(group_indices, is_of_prefix)
-                self._evict_before(s, which, rows[is_of_prefix], blocks[is_of_prefix], prefixes[is_of_prefix])
+                prefix_groups = of_groups(group_indices, is_of_prefix)
+                self._evict_before(s, prefix_groups, rows[is_of_prefix], blocks[is_of_prefix], prefixes[is_of_prefix])
             is_of_leaf &= is_of_prefix | (pool.reference_counts(pages) > 1)
         owners = self._leaf_owner[rows]
         if np.count_nonzero(is_of_leaf) == len(pages):

@@ -70,8 +70,8 @@ def print_device(device: DevicePlan) -> None:
     """Print what a device's memory holds, and whether the model starts."""
     share, longest = device.share, device.longest_request
     owner = "the device" if device.num_ranks == 1 else f"each of {device.num_ranks}"
-    asked = device.setup.max_model_len
-    verdict = [("starts", "yes"), ("longest request", f"{longest:,} of {asked:,} tokens")]
+    max_model_len = device.setup.max_model_len
+    verdict = [("starts", "yes"), ("longest request", f"{longest:,} of {max_model_len:,} tokens")]
     if not longest:
         taken = device.weight_bytes + device.reserved_bytes
         verb = "take" if device.cache_bytes <= 0 else "leave too little for a cache: they take"

@@ -34,7 +34,7 @@ class MirroredCache:
     ) -> int:
         """Return the longest prefix whose needed blocks are there, of ``most`` tokens or fewer."""
         num_tokens = self._longest(keys, most, ranges, {DEVICE}) if DEVICE in media else 0
-        used = {medium for (_, medium), held in self.keys.items() if held and medium in media}
+        used = {medium for (_, medium), stored_keys in self.keys.items() if stored_keys and medium in media}
         # A prefix is brought to the device only if all of its inputs are somewhere.
         if used <= {DEVICE} or not all(
             self._present(group.group, keys[group.block_size, group.sequence], used).all()
@@ -60,9 +60,9 @@ class MirroredCache:
         """Return which blocks of a group are in one of several media: 1 for one that is, otherwise 0."""
         is_present = np.zeros(len(keys), dtype=np.int32)
         for medium in media:
-            held = self.keys.get((group, medium))
-            if held:
-                is_present |= np.fromiter(map(held.__contains__, keys), np.int32, len(keys))
+            stored_keys = self.keys.get((group, medium))
+            if stored_keys:
+                is_present |= np.fromiter(map(stored_keys.__contains__, keys), np.int32, len(keys))
         return is_present
 
     def snapshot(self) -> list[CacheEvent]:
@@ -73,12 +73,12 @@ class MirroredCache:
             *(
                 BlocksStored(
                     group=group,
-                    keys=tuple(held),
+                    keys=tuple(stored_keys),
                     block_size=groups[group].block_size,
                     sequence=groups[group].sequence,
                     medium=medium,
                 )
-                for (group, medium), held in self.keys.items()
-                if held and group in groups
+                for (group, medium), stored_keys in self.keys.items()
+                if stored_keys and group in groups
             ),
         ]

@@ -143,21 +143,23 @@ class PrefixIndex:
         check_salt(salt)
         with self._lock:
             caches = dict(self._caches)
-            most = {name: min(len(token_ids) - 1, cache.layout.max_tokens) for name, cache in caches.items()}
-            keys = self._keys(caches.values(), token_ids, max(most.values(), default=0), salt, inputs)
-            return {name: cache.hit(keys, most[name], inputs, ranges, media) for name, cache in caches.items()}
+            max_hits = {name: min(len(token_ids) - 1, cache.layout.max_tokens) for name, cache in caches.items()}
+            keys = self._keys(caches.values(), token_ids, max(max_hits.values(), default=0), salt, inputs)
+            return {name: cache.hit(keys, max_hits[name], inputs, ranges, media) for name, cache in caches.items()}
 
     def _keys(
         self,
         caches: Collection[MirroredCache],
         token_ids: Sequence[int],
-        most: int,
+        max_tokens: int,
         salt: str,
         inputs: Mapping[str, InputSequence],
     ) -> Keys:
-        """Return the keys of the blocks in a prompt's first ``most`` tokens, for all block sizes of the engines."""
+        """Return the keys of the blocks in a prompt's first ``max_tokens`` tokens, for all block sizes."""
         groups = {group for layout in {cache.layout for cache in caches} for group in layout.groups}
-        ends_of = {g.block_size: range(g.block_size, most + 1, g.block_size) for g in groups if g.need is not None}
+        ends_of = {
+            g.block_size: range(g.block_size, max_tokens + 1, g.block_size) for g in groups if g.need is not None
+        }
         all_ends = sorted({end for ends in ends_of.values() for end in ends})
         key_of = prefix_keys(self._secret, (salt, inputs_root(inputs)), token_ids, all_ends)
         keys = {(size, TOKENS): [key_of[end] for end in ends] for size, ends in ends_of.items()}

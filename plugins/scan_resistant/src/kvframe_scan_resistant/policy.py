@@ -31,7 +31,7 @@ class ScanResistant(EvictionPolicy):
 
     Hints go before experience. A page that is needed for some time (``keep_seconds``) counts as one that is always hit
     again. A page that is needed no more counts as one that was released one size of the pool earlier; one that only
-    less urgent requests use (a ``priority`` above 0), half of that, as long as nobody needs it.
+    less urgent requests use (a ``priority`` above 0), half of that, unless a request says that it needs it.
 
     Attributes:
         patience: The number of times that the pool may be refilled before a page is evicted whose kind is always hit
@@ -53,5 +53,5 @@ class ScanResistant(EvictionPolicy):
             delay[pages.seconds_left == 0] -= pages.capacity
             if pages.request_priorities is not None:
                 delay[(pages.request_priorities > 0) & np.isnan(pages.seconds_left)] -= pages.capacity // 2
-        found: npt.NDArray[np.int64] = pages.clock + delay
-        return found
+        priorities: npt.NDArray[np.int64] = pages.clock + delay
+        return priorities

@@ -67,9 +67,9 @@ class Caller:
         """
         if not (hints or self.hints):
             return self.hint_limits.limited(Hints())
-        found = self.hint_limits.limited(Hints(**{**self.hints, **hints}))
-        self.logged |= {"priority": found.priority, "keep_seconds": found.keep_seconds}
-        return found
+        limited = self.hint_limits.limited(Hints(**{**self.hints, **hints}))
+        self.logged |= {"priority": limited.priority, "keep_seconds": limited.keep_seconds}
+        return limited
 
     def salt_for(self, salt_name: str) -> str:
         """Return the cache salt of the request. The key is part of it, so no caller can name another caller's salt.

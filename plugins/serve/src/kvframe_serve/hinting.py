@@ -44,15 +44,15 @@ def hints_of_headers(headers: Mapping[bytes, bytes]) -> Mapping[str, Any]:
     Raises:
         RequestError: A header is no number (``bad_hints``).
     """
-    found: dict[str, Any] = {}
+    hints: dict[str, Any] = {}
     for name, header, kind in (("priority", PRIORITY_HEADER, int), ("keep_seconds", KEEP_HEADER, float)):
         if (value := headers.get(header)) is not None:
             text = value.decode("latin-1")
             try:
-                found[name] = kind(text)
+                hints[name] = kind(text)
             except ValueError:
                 raise RequestError(
                     f"the header {header.decode()} must be a number, not {shown(text)}", code="bad_hints"
                 ) from None
-    Hints(**found)
-    return found
+    Hints(**hints)
+    return hints
