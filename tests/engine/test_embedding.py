@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_engine.embedding import EmbeddingOutput
 
-from kvframe import Embedder, Engine, Prompt, Setup, load_plugins
+from kvframe import Embedder, Engine, Hints, Prompt, Setup, load_plugins
 from kvframe.config.stack import Stack
 from kvframe.contract.description import LayerDescription, ModelDescription, Pooling
 from kvframe.contract.errors import ModelError, RequestError
@@ -173,6 +173,18 @@ def test_owners_of_texts_take_turns() -> None:
         assert ["many0", "few"] == [output.request_id for output in embedder.step()]
         outputs = embedder.embed([[30], [40]], owner=["many", "few"])
         assert [(30.0, 0.0, 1.0), (40.0, 0.0, 1.0)] == [output.embedding for output in outputs]
+
+
+def test_urgent_texts_are_computed_first() -> None:
+    with Echo().embedder(max_num_seqs=1, scheduling="priority") as embedder:
+        embedder.add_request([10], "batch", hints=Hints(priority=1))
+        embedder.add_request([20], "urgent")
+        assert ["urgent"] == [output.request_id for output in embedder.step()]
+        outputs = embedder.embed([[30], [40]], hints=[Hints(priority=1), None])
+        assert [(30.0, 0.0, 1.0), (40.0, 0.0, 1.0)] == [output.embedding for output in outputs]
+        for hints in (5, [Hints()]):
+            with pytest.raises(RequestError, match="hints"):
+                embedder.embed([[30], [40]], hints=hints)  # type: ignore[arg-type]
 
 
 def test_progress_counts_texts() -> None:

@@ -33,7 +33,14 @@ class Clock:
         return self.now
 
 
-def request(name: str, priority: int = 0, num_tokens: int = 4, max_new_tokens: int = 4, owner: str = "") -> Request:
+def request(
+    name: str,
+    priority: int = 0,
+    num_tokens: int = 4,
+    max_new_tokens: int = 4,
+    owner: str = "",
+    keeps_part: bool = False,
+) -> Request:
     return Request.create(
         name,
         [*range(num_tokens)],
@@ -42,6 +49,7 @@ def request(name: str, priority: int = 0, num_tokens: int = 4, max_new_tokens: i
         max_model_len=100,
         owner=owner,
         hints=Hints(priority=priority),
+        keeps_part=keeps_part,
     )
 
 
@@ -133,6 +141,34 @@ def test_running_requests_take_blocks_of_the_least_urgent_one() -> None:
     made.add(request("a"))
     # Each needs a second block for its fifth token, and there are three: the request admitted first gives its own back.
     assert [{"batch": 1, "a": 4}, {"a": 1}] == run(made, 2)
+
+
+class ChoosingCache(CountingCache):
+    """Needs a free block while layers choose what they keep of a prompt."""
+
+    def shrink(self, request_id: str) -> bool:
+        return self.num_free > 0
+
+
+def test_layers_that_choose_take_blocks_of_the_least_urgent_request() -> None:
+    made: Scheduler[Request] = Scheduler(
+        ChoosingCache(4), max_num_seqs=8, max_num_batched_tokens=16, policy=NoGap(), now=Clock()
+    )
+    made.add(request("batch", 1))
+    run(made)
+    made.add(request("a", num_tokens=8, keeps_part=True))
+    # With both running, no block is free.
+    assert [{"batch": 1, "a": 8}, {"a": 1}] == run(made, 2)
+    assert 1 == made.stats.preemptions
+
+
+def test_a_smaller_cache_preempts_the_least_urgent_request() -> None:
+    made = scheduler(request("batch", 1), policy=NoGap())
+    run(made)
+    made.add(request("a"))
+    run(made)
+    made.preempt_last()
+    assert ["a"] == [each.request_id for each in made.running]
 
 
 def test_prompts_in_progress_are_computed_in_the_order_of_the_policy() -> None:

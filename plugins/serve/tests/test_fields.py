@@ -18,7 +18,7 @@ from kvframe_serve.reading.question import Question, ServedModel
 from kvframe_serve.reading.reader import Reader
 from kvframe_transformers.testing import save_tiny
 
-from kvframe import Embedder, Engine, SamplingParams
+from kvframe import Embedder, Engine, Hints, SamplingParams
 from kvframe.contract import RequestError
 from plugins.serve.tests.conftest import STACK, Running
 from plugins.serve.tests.scripted import save_scripted
@@ -403,7 +403,9 @@ def test_models_are_named(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_embeddings_are_those_of_the_embedder(serve: Serve, checkpoint: Path, tmp_path: Path, family: str) -> None:
+def test_embeddings_are_those_of_the_embedder(
+    serve: Serve, checkpoint: Path, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if family == "llama":
         folder, task = checkpoint, "embed"
     else:
@@ -413,7 +415,8 @@ def test_embeddings_are_those_of_the_embedder(serve: Serve, checkpoint: Path, tm
                 folder.mkdir(exist_ok=True)
                 (folder / file.name).write_bytes(file.read_bytes())
         save_tiny(folder, family, vocab_size=256)
-    client = serve(path=folder, task=task).client()
+    running = serve(path=folder, task=task)
+    client, add, seen = running.client(), running.server.engine.add_request, []
     texts = ["one text", "another"]
     with Embedder.from_pretrained(folder, stack=STACK) as embedder:
         expected = [output.embedding for output in embedder.embed(texts)]
@@ -425,11 +428,18 @@ def test_embeddings_are_those_of_the_embedder(serve: Serve, checkpoint: Path, tm
     assert (15, 15) == (answer.usage.prompt_tokens, answer.usage.total_tokens)
     one = client.embeddings.create(model=folder.name, input=post_tokens(client, texts[0]))
     assert [pytest.approx(list(expected[0] or ()), rel=1e-6)] == [each.embedding for each in one.data]
+
+    def watched(*text: Any, hints: Hints, **options: Any) -> Any:
+        seen.append(hints)
+        return add(*text, hints=hints, **options)
+
+    monkeypatch.setattr(running.server.engine, "add_request", watched)
     raw: Any = client.post(
         "/embeddings",
-        body={"input": texts[0], "encoding_format": "base64", "user": "u", "cache_salt": "s"},
+        body={"input": texts[0], "encoding_format": "base64", "user": "u", "cache_salt": "s", "priority": 1},
         cast_to=object,
     )
+    assert [Hints(priority=1)] == seen
     data = base64.b64decode(raw["data"][0]["embedding"])
     assert pytest.approx(list(expected[0] or ()), rel=1e-6) == list(struct.unpack(f"<{len(data) // 4}f", data))
     with pytest.raises(Exception, match="this server makes embeddings; start one with `kvframe serve --task generate`"):

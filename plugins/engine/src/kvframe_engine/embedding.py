@@ -9,7 +9,7 @@ from typing import Any, Self, get_args
 
 import attrs
 
-from kvframe import Setup, Stack
+from kvframe import Hints, Setup, Stack
 from kvframe.contract.description import LayerDescription, Pooling, PoolingMode
 from kvframe.contract.errors import KVFrameError, RequestError, StackError
 from kvframe.contract.model import LoadedModel
@@ -17,7 +17,15 @@ from kvframe_engine.assembly import Assembly
 from kvframe_engine.core import EngineCore
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.leader import Leader
-from kvframe_engine.requests.prompt import check_owner, check_salt, owner_of_each, prompts_of, salt_of_each
+from kvframe_engine.requests.prompt import (
+    check_owner,
+    check_salt,
+    checked_hints,
+    hints_of_each,
+    owner_of_each,
+    prompts_of,
+    salt_of_each,
+)
 from kvframe_engine.running.model_runner import SkipPolicy
 from kvframe_engine.running.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
 from kvframe_engine.turns import verb
@@ -172,7 +180,13 @@ class Embedder(EngineCore[EmbeddingRequest]):
 
     @verb
     def add_request(
-        self, text: str | Sequence[int], request_id: str | None = None, *, cache_salt: str = "", owner: str = ""
+        self,
+        text: str | Sequence[int],
+        request_id: str | None = None,
+        *,
+        cache_salt: str = "",
+        owner: str = "",
+        hints: Hints | None = None,
     ) -> str:
         """Queue a text and return the id of its request.
 
@@ -181,14 +195,15 @@ class Embedder(EngineCore[EmbeddingRequest]):
             request_id: Its id; a fresh one unless given.
             cache_salt: The request shares cached prefixes with texts of the same salt only.
             owner: Whose request it is, as for ``Engine``.
+            hints: As for ``Engine``.
 
         Raises:
             RequestError: The text can never be embedded; ``code`` is one of ``empty_prompt``, ``prompt_too_long``,
-                ``exceeds_step``, ``bad_token``, ``bad_text``, ``bad_salt``, ``bad_owner``, ``bad_id``,
-                ``too_large``, ``duplicate_id``. Other requests are unchanged.
+                ``exceeds_step``, ``bad_token``, ``bad_text``, ``bad_salt``, ``bad_owner``, ``bad_hints``,
+                ``bad_id``, ``too_large``, ``duplicate_id``. Other requests are unchanged.
             ModelError: ``text`` is a string, and the model has no tokenizer.
         """
-        requests = self._add_text(text, request_id, cache_salt, owner)
+        requests = self._add_text(text, request_id, cache_salt, owner, hints)
         self._turns.if_lost(lambda: self._forget(requests))
         return requests[0].request_id
 
@@ -214,6 +229,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
         *,
         cache_salt: str | Sequence[str] = "",
         owner: str | Sequence[str] = "",
+        hints: Hints | Sequence[Hints | None] | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> list[EmbeddingOutput]:
         """Embed a batch of texts.
@@ -222,6 +238,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
             texts: Texts or token ids.
             cache_salt: As for ``add_request``: one for all texts, or one for each.
             owner: As for ``add_request``: one for all texts, or one for each.
+            hints: As for ``add_request``: one value for all texts, or one for each.
             on_progress: Called after each step with the number of finished texts, refused ones included. It may call
                 ``stats``, and no verb of the embedder; an exception that it raises ends the batch.
 
@@ -231,16 +248,17 @@ class Embedder(EngineCore[EmbeddingRequest]):
 
         Raises:
             RequestError: An argument is not valid for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``,
-                ``bad_owner``); or every text is refused, with the error of the first one.
+                ``bad_owner``, ``bad_hints``); or every text is refused, with the error of the first one.
             ModelError: Every text is refused, and one is a string, but the model has no tokenizer.
         """
         with self._turns.let_through():
             texts = prompts_of(texts)
             salts = salt_of_each(cache_salt, len(texts))
             owners = owner_of_each(owner, len(texts))
+            all_hints = hints_of_each(hints, len(texts))
         ended = self._serve(
             len(texts),
-            lambda index: self._add_text(texts[index], None, salts[index], owners[index]),
+            lambda index: self._add_text(texts[index], None, salts[index], owners[index], all_hints[index]),
             on_progress,
         )
         return [
@@ -253,10 +271,11 @@ class Embedder(EngineCore[EmbeddingRequest]):
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _add_text(
-        self, text: str | Sequence[int], request_id: str | None, cache_salt: str, owner: str
+        self, text: str | Sequence[int], request_id: str | None, cache_salt: str, owner: str, hints: Hints | None
     ) -> list[EmbeddingRequest]:
         check_salt(cache_salt)
         check_owner(owner)
+        hints = checked_hints(hints)
         request_id = self._new_id(request_id)
         if isinstance(text, str) and not text.strip():
             raise RequestError("the text is empty", code="empty_prompt")
@@ -264,7 +283,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
         with self._turns.let_through():
             token_ids = self._admission.token_ids(text, None)
             ranges = self._admission.ranges(text, token_ids)
-        requests = [EmbeddingRequest.create(request_id, token_ids, self.pooling, cache_salt, owner, ranges)]
+        requests = [EmbeddingRequest.create(request_id, token_ids, self.pooling, cache_salt, owner, hints, ranges)]
         self._add(requests)
         return requests
 

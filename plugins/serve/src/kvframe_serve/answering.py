@@ -140,6 +140,7 @@ class Embeddings:
         caller.share.grow(question.num_samples)
         outputs: asyncio.Queue[tuple[int, EmbeddingOutput | EngineEnded]] = asyncio.Queue()
         options = {"cache_salt": caller.salt_for(question.cache_salt), "owner": caller.owner}
+        options["hints"] = caller.hints_for(question.hints)
         for index, prompt in enumerate(question.prompts):
 
             def receive(output: Any, index: int = index) -> None:

@@ -11,9 +11,10 @@ import attrs
 import numpy as np
 import torch
 
+from kvframe import Hints
 from kvframe.contract.description import Pooling
 from kvframe.contract.specs import TokenRange
-from kvframe_engine.requests.progress import FinishReason, RequestProgress
+from kvframe_engine.requests.progress import NO_HINTS, FinishReason, RequestProgress
 from kvframe_engine.running.model_runner import ModelRunner
 from kvframe_engine.running.next_tokens import FAILED
 from kvframe_engine.scheduling.step import PackedStep, ScheduledStep
@@ -66,6 +67,7 @@ class EmbeddingRequest(RequestProgress):
         pooling: Pooling,
         cache_salt: str = "",
         owner: str = "",
+        hints: Hints = NO_HINTS,
         ranges: tuple[TokenRange, ...] = (),
     ) -> EmbeddingRequest:
         """Return a request that has not started.
@@ -76,6 +78,7 @@ class EmbeddingRequest(RequestProgress):
             pooling: How its embedding is made: of its last token alone, or of others too.
             cache_salt: The request shares cached prefixes with requests of the same salt.
             owner: Whose request it is.
+            hints: What its sender knows of it.
             ranges: Ranges of the text whose tokens see each other in both directions, checked.
         """
         request = cls(
@@ -84,6 +87,7 @@ class EmbeddingRequest(RequestProgress):
             num_prompt_tokens=len(token_ids),
             cache_salt=cache_salt,
             owner=owner,
+            hints=hints,
             ranges=ranges,
         )
         request.wants_prompt_rows = pooling.mode != "last"

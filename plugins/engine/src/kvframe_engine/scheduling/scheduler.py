@@ -405,7 +405,9 @@ class Scheduler(Generic[RequestT]):
             request.runs_alone = False
 
     def preempt_last(self) -> None:
-        """Preempt the request that was admitted last, between steps; it continues when there are enough free blocks."""
+        """Preempt the last running request, between steps; it continues when there are enough free blocks."""
+        if self.waiting.ranks_running:
+            self._rank()
         self._preempt(self.running[-1])
 
     def restart_all(self) -> list[RequestT]:
@@ -486,7 +488,9 @@ class Scheduler(Generic[RequestT]):
         return counts
 
     def _choose_kept(self) -> None:
-        """Let layers choose what they keep of the prompts that the last step completed."""
+        """Let layers choose what they keep of the prompts that the last step completed; preempt some if necessary."""
+        if self.waiting.ranks_running:
+            self._rank()
         for request in self._choosing:
             if request.row >= 0 and request.has_to_choose:
                 request.has_chosen = self._get_or_preempt(request, partial(self._cache.shrink, request.request_id))

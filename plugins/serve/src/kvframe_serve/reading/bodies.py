@@ -264,6 +264,8 @@ class EmbeddingBody(Body):
     input: Prompts = needed("One text or a list of texts, or of lists of token ids.")
     encoding_format: Literal["float", "base64"] | None = field("base64: float32 numbers as base64; float unless given.")
     cache_salt: str | None = field("As for completions.")
+    priority: int | None = field("As for completions.")
+    keep_seconds: float | None = field("As for completions.")
     user: str | None = field("Who asks; written to the server's log.")
     dimensions: Any = only("A shorter embedding.")
 

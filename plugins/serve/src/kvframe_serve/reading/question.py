@@ -72,12 +72,14 @@ class EmbeddingQuestion:
         prompts: The token ids of each.
         as_base64: Whether embeddings are answered as base64.
         cache_salt: The salt that the body names; empty for none.
+        hints: The hints that the body gives, by name.
         logged: What the body says only for the log.
     """
 
     prompts: tuple[array[int], ...]
     as_base64: bool
     cache_salt: str = ""
+    hints: Mapping[str, Any] = attrs.field(factory=dict)
     logged: Mapping[str, str] = attrs.field(factory=dict)
 
     @property

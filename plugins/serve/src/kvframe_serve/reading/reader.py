@@ -153,6 +153,7 @@ class Reader:
             prompts=prompts,
             as_base64=fields.encoding_format == "base64",
             cache_salt=fields.cache_salt or "",
+            hints=_hints(fields),
             logged=_logged(fields),
         )
 
@@ -385,7 +386,7 @@ def _guided_by(form: ResponseFormat) -> dict[str, Any]:
     return {"json_object": True} if form.type == "json_object" else {}
 
 
-def _hints(fields: SampledBody) -> dict[str, Any]:
+def _hints(fields: SampledBody | EmbeddingBody) -> dict[str, Any]:
     """Return the hints of a body, by name.
 
     Raises:
