@@ -139,8 +139,8 @@ class Embeddings:
         caller, start_time = CALLER.get(), time.perf_counter()
         caller.share.grow(question.num_samples)
         outputs: asyncio.Queue[tuple[int, EmbeddingOutput | EngineEnded]] = asyncio.Queue()
-        options = {"cache_salt": caller.salt_for(question.cache_salt), "owner": caller.owner}
-        options["hints"] = caller.hints_for(question.hints)
+        salt, hints = caller.salt_for(question.cache_salt), caller.hints_for(question.hints)
+        options = {"cache_salt": salt, "owner": caller.owner, "hints": hints}
         for index, prompt in enumerate(question.prompts):
 
             def receive(output: Any, index: int = index) -> None:
