@@ -75,6 +75,7 @@ bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and par
 	$(BIN)/python -m benchmarks.attention.cpu
 	$(BIN)/python -m benchmarks.cache.core
 	$(BIN)/python -m benchmarks.cache.growth
+	$(BIN)/python -m benchmarks.cache.event_costs
 	$(BIN)/python -m benchmarks.engine.soak
 	$(BIN)/python -m benchmarks.engine.soak_stores
 	$(BIN)/python -m benchmarks.engine.tiers

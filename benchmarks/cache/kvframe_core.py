@@ -146,6 +146,10 @@ class KVFrame:
             whole.append(token)
             commit(prompt.name, whole, num_tokens)
 
+    def record_events(self) -> Callable[[], Sequence[Any]]:
+        """Record events from now on; return the function that takes those since its last call."""
+        return self._manager.record_events(bytes(32)).take
+
     def held(self, prompt: Prompt) -> list[tuple[int | None, list[int]]]:
         """Return each group's window, and the request's block ids in the group; 0 if a block is not held."""
         windows = [

@@ -163,6 +163,8 @@ class EventLog:
 
     def take(self) -> list[CacheEvent]:
         """Return the events that were not taken yet, in order."""
+        if not self._events:
+            return []
         events, self._events = self._events, []
         return [*_joined_removals(events)]
 

@@ -154,7 +154,6 @@ class KVCacheManager:
         self._events: EventLog | None = None
         self._watchers: tuple[PageWatcher, ...] = ()
         self._watch_secret = bytes(SECRET_BYTES)
-        self._refreshes = False  # whether leaves are updated after each commit, for events
         self._lookups = [GroupLookups(group.spec.kind) for group in plan.groups]
         if audited:
             audit_each_verb(self)
@@ -341,7 +340,7 @@ class KVCacheManager:
         if entry.row in self._fresh:
             self._first_commit(self._fresh.pop(entry.row))
         self._coordinator.commit_row(entry.row, num_computed)
-        if self._refreshes or self._publisher.unreadable:
+        if self._publisher.full_rows or self._publisher.unreadable:
             self._after_commit([entry.row])
 
     def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64], *, keeps_extended: bool = False) -> None:
@@ -360,7 +359,7 @@ class KVCacheManager:
         for row in self._fresh.keys() & rows.tolist() if self._fresh else ():
             self._first_commit(self._fresh.pop(row))
         self._coordinator.commit_rows(rows, num_computed, keeps_extended=keeps_extended)
-        if self._refreshes or self._publisher.unreadable:
+        if self._publisher.full_rows or self._publisher.unreadable:
             self._after_commit(rows.tolist())
 
     def _first_commit(self, entry: Entry) -> None:
@@ -375,9 +374,8 @@ class KVCacheManager:
                 self._cache.inputs.publish_input(blocks, self.tables[blocks.group].ids[entry.row, : blocks.num_blocks])
 
     def _after_commit(self, rows: Sequence[int]) -> None:
-        """Record the events of rows, if there is an event log, and raise for tokens that could not be read."""
-        for row in rows if self._refreshes else ():
-            self._publisher.refresh_leaf(row)
+        """Record the events of full blocks, and raise for tokens that could not be read."""
+        self._publisher.update_full_leaves()
         for row in rows if self._publisher.unreadable else ():
             if row in self._publisher.unreadable:
                 why = self._publisher.unreadable.pop(row)
@@ -651,12 +649,11 @@ class KVCacheManager:
         log = self._log(secret, keeps_events=True)
         if self.host_tier is not None:
             self.host_tier.log_events_to(log)
-        self._refreshes = True
+        self._publisher.update_leaves_after_commits(True)
         return log
 
     def stop_events(self) -> None:
         """Stop recording events."""
-        self._refreshes = False
         if self.host_tier is not None:
             self.host_tier.log_events_to(None)
         if self._watchers:
@@ -664,6 +661,7 @@ class KVCacheManager:
         else:
             self._events = None
             self._cache.log_events_to(None)
+        self._publisher.update_leaves_after_commits(False)
 
     def watch_pages(self, secret: bytes, *watchers: PageWatcher) -> None:
         """Copy pages that are evicted from now on to host memory, and let watchers learn of all pages.

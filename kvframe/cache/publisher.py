@@ -50,6 +50,7 @@ class Publisher:
             is evicted or belongs to a node that does not grow. If no block of a stack dies before its request ends, it
             is the block table itself, found pages included.
         unreadable: By row, the error of a token that could not be read, until the error is raised.
+        full_rows: Rows whose leaf lacks a full block, if leaves are to be updated after each commit.
     """
 
     def __init__(self, tree: RadixTree, kinds: GroupKinds, numbers: RowNumbers) -> None:
@@ -79,6 +80,8 @@ class Publisher:
         self._leaf_owner = np.full(max_num_seqs, NO_OWNER, dtype=np.int32)
         self._leaf_start = np.full(max_num_seqs, NEVER, dtype=np.int64)
         self.unreadable: dict[int, RequestError] = {}
+        self.full_rows: list[int] = []
+        self._updates_leaves = False
         self._states = numbers.states
         self._num_computed, self._next_publication = numbers.num_computed, numbers.next_publication
         self._cursors: list[_Cursor | None] = [None] * max_num_seqs
@@ -124,8 +127,7 @@ class Publisher:
             self._tree.remove_if_empty(leaf)
         if self.unreadable:
             self.unreadable.pop(row, None)
-        self._cursors[row] = None
-        self._next_publication[row] = NEVER
+        self._cursors[row], self._next_publication[row] = None, NEVER
         return num_released
 
     def unfollow_all(self) -> None:
@@ -154,6 +156,9 @@ class Publisher:
         """Publish the full blocks of a row, except those that another request has published."""
         cursor = self._cursors[row]
         assert cursor is not None
+        if self._leaf_of(row) is not None:
+            self.full_rows.append(row)
+            return
         try:
             self._publish_tokens(cursor, row)
         except RequestError as error:
@@ -244,8 +249,9 @@ class Publisher:
             self._end_growth(parent)
         leaf = cursor.node = self._tree.add_node(parent, parent.stop, first_unit)
         leaf.row = row
-        self._leaf_owner[row], self._leaf_start[row] = leaf.owner, leaf.start
-        self._next_publication[row] = NEVER
+        self._leaf_owner[row], self._leaf_start[row], self._next_publication[row] = leaf.owner, leaf.start, NEVER
+        if self._updates_leaves:
+            self.full_rows.append(row)
 
     def _end_growth(self, leaf: RadixNode) -> None:
         self._leaf_start[leaf.row] = NEVER
@@ -313,11 +319,24 @@ class Publisher:
         if np.count_nonzero(is_left):
             self._tree.pool.evict_blocks(pages[is_left])
 
-    def refresh_leaf(self, row: int) -> None:
-        """Update the leaf of a row, so that the pages of its full blocks have an owner."""
-        leaf = self._leaf_of(row)
-        if leaf is not None:
+    def update_leaves_after_commits(self, updates_leaves: bool) -> None:
+        """Begin or cease to note rows whose leaf lacks a full block, so that a step without one costs nothing."""
+        self._updates_leaves = updates_leaves
+        self.full_rows = [row for row in range(len(self._cursors)) if self._leaf_of(row) is not None]
+        self.update_full_leaves()
+
+    def update_full_leaves(self) -> None:
+        """Update the leaves of rows that lack a full block, so that the blocks' pages have an owner."""
+        rows, self.full_rows = self.full_rows, []
+        for row in rows:
+            leaf = self._leaf_of(row)
+            if leaf is None:
+                continue
             self._update_leaf(leaf)
+            cursor = self._cursors[row]
+            assert cursor is not None
+            end = leaf.stop + self._tree.unit
+            self._next_publication[row] = end if self._updates_leaves and end <= cursor.stop else NEVER
 
     def _update_leaf(self, node: RadixNode) -> None:
         """Add the tokens and pages to a node that its row has computed since; do nothing if it does not grow."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.attention import chosen, cpu, formats, fuzz, metadata
-from benchmarks.cache import core, definition, eviction, growth, hints
+from benchmarks.cache import core, definition, event_costs, eviction, growth, hints
 from benchmarks.engine import (
     beside_vllm,
     drafts,
@@ -36,6 +36,7 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "cpu_attention": cpu.write_report,
     "drafts": drafts.write_report,
     "evaluation": evaluation.write_report,
+    "event_costs": event_costs.write_report,
     "hostile": hostile.write_report,
     "kernels_fuzz": fuzz.write_report,
     "eviction": eviction.write_report,

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 
+from benchmarks.cache.event_costs import ALL, BETWEEN, FULL
 from benchmarks.engine import beside_vllm, generate, skipping, soak
 from tests.benchmarks.calling import RESULTS, ROOT, call, page_of, record_of
 from tests.benchmarks.test_pages import PAGES
@@ -95,6 +96,9 @@ RUNS: Mapping[tuple[str, str], Smallest] = {
     ),
     ("cache.growth", "cache_growth"): Smallest(
         options="--rounds 1 --axis tiny --peer {folder}", measured={"axes/tiny/points": ("1", "2")}
+    ),
+    ("cache.event_costs", "event_costs"): Smallest(
+        options="--rounds 1 --case tiny", measured={"cases/tiny/steps": (BETWEEN, FULL, ALL)}
     ),
     ("cache.definition", "cache_model"): Smallest(
         options="--operations 500 --seed 4 --processes 2", measured={"failures": ()}

@@ -253,13 +253,34 @@ def test_nothing_is_recorded_and_nothing_hashed_for_nobody(monkeypatch: pytest.M
     for name in ("record_stored", "record_stored_input", "record_removed", "record_cleared"):
         monkeypatch.setattr(events_module.EventLog, name, never)
     monkeypatch.setattr(events_module, "blake2b", never)
-    monkeypatch.setattr(manager._publisher, "refresh_leaf", never)
+    monkeypatch.setattr(manager._publisher, "update_full_leaves", never)
     tokens = [*range(16)]
     compute(manager, "a", tokens)
     manager.commit_rows(np.array([manager.row("a")]), np.array([16]))
     manager.free("a")
     manager.reset_prefix_cache()
     assert [cleared(manager)] == log.take()
+
+
+def test_a_step_costs_something_only_for_requests_that_fill_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_manager(full(4))
+    log = manager.record_events(SECRET)
+    texts = {"a": [*range(20)], "b": [7] * 20, "c": [8] * 20}
+    for name, tokens in texts.items():
+        manager.start(name, tokens)
+        assert manager.extend(name, 20)
+    rows, ends = np.array([manager.row(name) for name in texts]), np.array([4, 5, 6])
+    manager.commit_rows(rows, ends)
+    log.take()
+    updated: list[int] = []
+    update = manager._publisher._update_leaf
+    monkeypatch.setattr(manager._publisher, "_update_leaf", lambda leaf: (updated.append(leaf.row), update(leaf))[1])
+    for step in range(1, 9):
+        updated.clear()
+        manager.commit_rows(rows, ends + step)
+        full_rows = rows[(ends + step) % 4 == 0].tolist()
+        assert full_rows == updated
+        assert len(full_rows) == len(log.take())
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 4), (4, 6)])
