@@ -51,9 +51,9 @@ test: lint ## lint, then every test: core, plugins, examples
 whole: $(READY) ## all cases of the grids of which usual runs compute a part; takes hours
 	$(BIN)/pytest -n $(TESTERS) --dist worksteal -m whole --hypothesis-profile=whole --timeout 3600
 
-docs: $(READY) ## build the documentation as a site in build/site, with the contract's reference
+docs: $(READY) ## build the documentation as a site in build/site, with a page of each public name
 	$(BIN)/sphinx-build -q -W --keep-going -b html -c docs . build/site
-	@echo "open build/site/docs/index.html"
+	@echo "open build/site/index.html"
 
 demo: $(READY) ## train a small hybrid model (once) and serve 32 prompts that share a prefix
 	$(BIN)/python examples/demo/demo.py

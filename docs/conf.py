@@ -1,12 +1,18 @@
-"""Builds the documentation as a site: the documents, and the contract's reference from its docstrings."""
+"""Builds the documentation as a site: the documents, and a page of each public name from its docstring."""
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from kvframe import API_VERSION
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import reference
+import site_pages
 
 project = "kvframe"
 author = "the kvframe contributors"
@@ -18,6 +24,7 @@ root_doc = "docs/index"
 include_patterns = [
     "*.md",
     "docs/*.md",
+    "docs/api/*.md",
     "plugins/*.md",
     "plugins/*/*.md",
     "kernels/*.md",
@@ -29,11 +36,15 @@ exclude_patterns = ["build", ".*"]
 
 html_theme = "furo"
 html_title = "kvframe"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 myst_heading_anchors = 4
+smartquotes = False  # options keep their two hyphens
 
 add_module_names = False
 autodoc_member_order = "bysource"
-autodoc_default_options = {"show-inheritance": True}
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 80
 napoleon_numpy_docstring = False
 
 
@@ -41,9 +52,14 @@ _ROOT = Path(__file__).resolve().parents[1]
 _SOURCE = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Source"]
 
 
-def _link_within(app: Any, document: str, content: list[str]) -> None:
-    """Let links to the repository's files, which READMEs of packages have, lead to pages of the site."""
+def _change_source(app: Any, document: str, content: list[str]) -> None:
+    """Let links that the repository needs lead to pages of the site, and add what the site alone has."""
+    # READMEs of packages have whole addresses, because the package index shows them too.
     content[0] = content[0].replace(f"]({_SOURCE}/blob/main/", "](/")
+    if document == root_doc:
+        content[0] += site_pages.toctrees((_ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
+    if document == "docs/reference":
+        content[0] = reference.link_to_pages(content[0])
 
 
 def _keep_colons(app: Any, what: str, name: str, documented: Any, options: Any, lines: list[str]) -> None:
@@ -56,6 +72,9 @@ def _keep_colons(app: Any, what: str, name: str, documented: Any, options: Any, 
 
 
 def setup(app: Any) -> None:
-    """Connect what changes sources, and docstrings before napoleon does."""
-    app.connect("source-read", _link_within)
+    """Connect what changes sources and pages, and docstrings before napoleon does."""
+    reference.write_pages(Path(__file__).with_name("api"))
+    app.add_builder(site_pages.SiteBuilder, override=True)
+    app.connect("source-read", _change_source)
+    app.connect("doctree-resolved", site_pages.inline_drawings)
     app.connect("autodoc-process-docstring", _keep_colons, priority=100)

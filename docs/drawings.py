@@ -15,7 +15,13 @@ from kvframe.contract import KVCacheSpec, LayerSpec
 
 FOLDER = Path(__file__).parent
 BLOCK_SIZE, NEXT, NUM_TOKENS = 4, 13, 16
-INK, PALE = "#30363d", "#d0d7de"
+INK, PALE, CARD = "var(--ink)", "var(--pale)", "var(--card)"
+STYLE = """\
+.drawing { --ink: #30363d; --pale: #d0d7de; --card: #ffffff; }
+@media (prefers-color-scheme: dark) { .drawing { --ink: #d1d7e0; --pale: #4d555f; --card: #161b22; } }
+.drawing text { font: 13px sans-serif; fill: var(--ink); }"""
+"""Colours of light and dark pages; the site, into whose pages drawings are put, replaces them by those of its theme."""
+SHADE = "#1f6feb33"
 COLOURS = ("#1f6feb", "#bf8700")
 """What is drawn for each group; both are told apart by those who see no colours, by their brightness."""
 
@@ -45,21 +51,23 @@ def draw_all() -> dict[str, str]:
 
 
 def _picture(title: str, width: int, height: int, *parts: str) -> str:
-    """Return an SVG on a card of its own, which is readable on a light and on a dark page."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
-    card = f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>'
-    style = f"<style>text {{ font: 13px sans-serif; fill: {INK}; }}</style>"
-    return "\n".join([head, f"<title>{title}</title>", style, card, *parts, "</svg>\n"])
+    """Return an SVG on a card of its own, in light or dark colours as its reader wants."""
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="drawing" {size} role="img">'
+    card = _box(0, 0, width, height, CARD, "none", radius=8)
+    return "\n".join([head, f"<title>{title}</title>", f"<style>\n{STYLE}\n</style>", card, *parts, "</svg>\n"])
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{text}</text>'
 
 
-def _box(x: float, y: float, width: float, height: float, fill: str, line: str = PALE, dashes: str = "") -> str:
+def _box(
+    x: float, y: float, width: float, height: float, fill: str, line: str = PALE, dashes: str = "", radius: int = 2
+) -> str:
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
     size = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
-    return f'<rect {size} rx="2" fill="{fill}" stroke="{line}"{dashed}/>'
+    return f'<rect {size} rx="{radius}" fill="{fill}" stroke="{line}"{dashed}/>'
 
 
 # --- live ranges ------------------------------------------------------------------------------------------------------
@@ -81,7 +89,7 @@ def _live_ranges() -> str:
         kept = {token // BLOCK_SIZE for token in (*live, NEXT)}
         parts.append(_text(12, y + 18, label))
         for token in range(NUM_TOKENS):
-            fill = COLOURS[0] if token in live else "#ffffff"
+            fill = COLOURS[0] if token in live else CARD
             line = INK if token == NEXT else PALE
             parts.append(_box(left + token * size + 2, y + 2, size - 4, size - 4, fill, line))
         for block in sorted(kept):
@@ -109,7 +117,7 @@ def _choice() -> str:
     y = 34 + len(_ENTRIES) * step
     parts.append(_text(12, y + 18, f"the query at {NEXT}"))
     for token in range(length):
-        fill = COLOURS[0] if token in CHOSEN else "#ffffff"
+        fill = COLOURS[0] if token in CHOSEN else CARD
         parts.append(_box(left + token * size + 2, y + 2, size - 4, size - 4, fill, INK if token == NEXT else PALE))
     numbers = ", ".join(map(str, CHOSEN[:-1]))
     parts.append(_text(12, y + 50, f"Above: what is kept. Below: what the query chose, {numbers} and {NEXT}."))
@@ -144,13 +152,13 @@ def _slabs() -> str:
     for slab in range(plan.num_slabs):
         y, group = 14 + slab * (height + 8), owner.get(slab)
         parts.append(_text(12, y + 18, f"slab {slab}"))
-        parts.append(_box(left, y, width, height, "#ffffff", INK))
+        parts.append(_box(left, y, width, height, CARD, INK))
         if group is None:
             parts.append(_text(left + 8, y + 18, "free: any group may take it"))
             continue
         page_bytes = plan.groups[group].page_bytes
         for offset in range(0, plan.slab_bytes - page_bytes + 1, page_bytes):
-            fill = COLOURS[group] if slab * plan.slab_bytes + offset in held else "#ffffff"
+            fill = COLOURS[group] if slab * plan.slab_bytes + offset in held else CARD
             parts.append(_box(left + offset * scale + 3, y + 3, page_bytes * scale - 6, height - 6, fill))
     bottom = 14 + plan.num_slabs * (height + 8)
     for index, each in enumerate(plan.groups):
@@ -185,7 +193,7 @@ def _flow() -> str:
         parts.append(_text(12 + (width / 2 + 12) * (row > 0), y - 10, when))
         for column, stage in enumerate(stages):
             x = 12 + column * (width + gap)
-            fill = "#ddf4ff" if stage in _BY_PLUGINS else "#ffffff"
+            fill = SHADE if stage in _BY_PLUGINS else CARD
             parts += [_box(x, y, width, height, fill, INK), _text(x + width / 2, y + 24, stage, "middle")]
             if column:
                 parts.append(_arrow(x - gap, y + height / 2, x - 2, y + height / 2))
