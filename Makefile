@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VERSIONS ?=
 SUITES ?=
 
-.PHONY: help setup quick test whole lint docs demo bench compat dist wheels peer harness vllm clean
+.PHONY: help setup quick test whole lint docs site demo bench compat dist wheels peer harness vllm clean
 
 help: ## list these commands
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -54,6 +54,9 @@ whole: $(READY) ## all cases of the grids of which usual runs compute a part; ta
 docs: $(READY) ## build the documentation as a site in build/site, with a page of each public name
 	$(BIN)/sphinx-build -q -W --keep-going -b html -c docs . build/site
 	@echo "open build/site/index.html"
+
+site: $(READY) ## check the built site in Chromium, on wide and narrow screens, light and dark
+	$(BIN)/pytest -m site tests/project/test_site.py
 
 demo: $(READY) ## train a small hybrid model (once) and serve 32 prompts that share a prefix
 	$(BIN)/python examples/demo/demo.py

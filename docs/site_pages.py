@@ -17,6 +17,11 @@ _AT_ROOT = "index"
 class SiteBuilder(StandaloneHTMLBuilder):
     """Writes the root document as the index of the site, wherever its source is."""
 
+    def __init__(self, app: Any, env: Any) -> None:
+        """Begin without pages."""
+        super().__init__(app, env)
+        self._lists_beside_names: dict[str, str] = {}
+
     def get_target_uri(self, docname: str, typ: str | None = None) -> str:
         """Return the address of a page."""
         return super().get_target_uri(self._at_root(docname), typ)
@@ -24,6 +29,15 @@ class SiteBuilder(StandaloneHTMLBuilder):
     def get_output_path(self, page_name: str, /) -> Path:
         """Return the file of a page."""
         return super().get_output_path(self._at_root(page_name))
+
+    def _get_local_toctree(self, docname: str, collapse: bool = True, **options: Any) -> str:
+        # Pages of names are in no list of pages, so the list beside them is the same. Made once, it saves much time.
+        if not docname.startswith("docs/api/"):
+            return super()._get_local_toctree(docname, collapse, **options)
+        key = str((collapse, options))
+        if key not in self._lists_beside_names:
+            self._lists_beside_names[key] = super()._get_local_toctree(docname, collapse, **options)
+        return self._lists_beside_names[key]
 
     def _at_root(self, page: str) -> str:
         return _AT_ROOT if page == self.config.root_doc else page
