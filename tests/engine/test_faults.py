@@ -16,7 +16,7 @@ from kvframe_engine.turns import HeldInterrupts
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.loading.plugins import load_plugins
 from tests.attention.capturable import CapturableReference
-from tests.covering import cover_values, few
+from tests.covering import cover_values, few, keep
 from tests.engine import injected_faults
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_with_models import assert_pool_as_before
@@ -83,14 +83,20 @@ def assert_outlived(engine: Engine, prompts: Sequence[Any], expected: Sequence[A
     assert_pool_as_before(engine)
 
 
+_EXPECTED: dict[str, list[tuple[int, ...]]] = {}
+
+
 def case_of(models: Any, family: str) -> tuple[TinyModel, list[Any], list[tuple[int, ...]]]:
     """Return a model, its prompts, and what transformers generates after each."""
     model = models(family)
-    if family == "t5gemma":
-        prompts: list[Any] = [*encoder_prompts(family)]
-        return model, prompts, [generated(model, family, prompt, NUM_NEW_TOKENS) for prompt in prompts]
-    prompts = [*PROMPTS]
-    return model, prompts, [model.reference(prompt) for prompt in prompts]
+    prompts: list[Any] = [*(encoder_prompts(family) if family == "t5gemma" else PROMPTS)]
+    if family not in _EXPECTED:
+        _EXPECTED[family] = (
+            [generated(model, family, prompt, NUM_NEW_TOKENS) for prompt in prompts]
+            if family == "t5gemma"
+            else [model.reference(prompt) for prompt in prompts]
+        )
+    return model, prompts, _EXPECTED[family]
 
 
 FAMILIES = ("gemma3_text", "bamba", "t5gemma")
@@ -115,7 +121,7 @@ def test_what_is_raised_in_a_step_ends_its_requests_and_no_other(
         assert_outlived(engine, prompts, expected, served)
 
 
-@pytest.mark.parametrize("after", [0, 1, 5, 8])
+@pytest.mark.parametrize("after", keep([0, 1, 5, 8], 0, 5))
 def test_an_interrupt_while_the_books_are_written_waits_until_they_are(models: Any, after: int) -> None:
     model, prompts, expected = case_of(models, "gemma3_text")
     with model.engine(**SMALL_STEPS) as engine:
@@ -199,7 +205,7 @@ def test_a_wrapper_that_returns_wrong_shapes_is_named(models: Any) -> None:
         assert_outlived(engine, prompts, expected, served)
 
 
-@pytest.mark.parametrize("after", [1, 4])
+@pytest.mark.parametrize("after", keep([1, 4], 4))
 def test_a_listener_that_raises_while_other_things_break_harms_nobody(models: Any, after: int) -> None:
     model, prompts, expected = case_of(models, "gemma3_text")
     told = []
@@ -255,7 +261,7 @@ def test_whoever_fails_without_a_prefix_fails_once(models: Any) -> None:
         assert 0 == engine.stats().retries
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no such kernel"), ValueError("no"), MemoryError()], ids=repr)
+@pytest.mark.parametrize("error", [RuntimeError("no such kernel"), MemoryError()], ids=repr)
 def test_a_step_whose_capture_fails_runs_without_a_graph(
     models: Any, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from kvframe_engine.running.model_runner import TokenRunner
 
 from kvframe import Prompt, Stack
 from kvframe.contract.errors import StackError
+from tests.covering import cover_values
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import TinyModel, held_pages, ids
 from tests.support.engines import runner_of, storage_of
@@ -83,21 +85,22 @@ def tokens_of(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.fixture(scope="module", params=["gemma3_text", "jamba", "llama4_text", "deepseek_v3"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return TinyModel.save(tmp_path_factory.mktemp("model"), request.param)
+FAMILIES = ("gemma3_text", "jamba", "llama4_text", "deepseek_v3")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "blocks of one": {"block_size": 1, "max_num_seqs": 3},
+    "small steps": {"block_size": 4, "max_num_batched_tokens": 16, "audit": True},
+    "graphs": {"prefix_caching": False, "graphs": [1, 4, 8]},
+}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"block_size": 1, "max_num_seqs": 3},
-        {"block_size": 4, "max_num_batched_tokens": 16, "audit": True},
-        {"prefix_caching": False, "graphs": [1, 4, 8]},
-    ],
-    ids=str,
-)
-def test_tokens_are_those_without_overlap(model: TinyModel, options: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    return cache(lambda family: TinyModel.save(tmp_path_factory.mktemp(family), family))
+
+
+@pytest.mark.parametrize(("family", "name"), cover_values(FAMILIES, OPTIONS))
+def test_tokens_are_those_without_overlap(models: Callable[[str], TinyModel], family: str, name: str) -> None:
+    model, options = models(family), OPTIONS[name]
     with model.engine(**options) as engine:
         expected = tokens_of(engine.generate(PROMPTS, PARAMS))
     with model.engine(overlap="on", **options) as engine:
@@ -108,8 +111,9 @@ def test_tokens_are_those_without_overlap(model: TinyModel, options: dict[str, A
         assert 0 == held_pages(engine)
 
 
-@pytest.mark.parametrize("swap", [False, True])
-def test_preempted_requests_get_the_same_tokens(model: TinyModel, swap: bool) -> None:
+@pytest.mark.parametrize(("family", "swap"), cover_values(FAMILIES, [False, True]))
+def test_preempted_requests_get_the_same_tokens(models: Callable[[str], TinyModel], family: str, swap: bool) -> None:
+    model = models(family)
     sizes = {"block_size": 4, "max_model_len": 96, "max_num_batched_tokens": 24}
     options = {**sizes, "memory": model.tight_memory(96, **sizes)}
     if swap:
@@ -123,8 +127,8 @@ def test_preempted_requests_get_the_same_tokens(model: TinyModel, swap: bool) ->
         assert 0 == held_pages(engine)
 
 
-def test_an_encoder_decoder_gets_the_same_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = TinyModel.save(tmp_path_factory.mktemp("model"), "bart")
+def test_an_encoder_decoder_gets_the_same_tokens(models: Callable[[str], TinyModel]) -> None:
+    model = models("bart")
     prompts: list[Any] = [{"encoder": ids(seed, 9 + seed), "decoder": [2]} for seed in range(4)]
     asked = [Prompt(**prompt) for prompt in prompts]
     with model.engine() as engine:
@@ -137,9 +141,8 @@ def test_an_encoder_decoder_gets_the_same_tokens(tmp_path_factory: pytest.TempPa
 # --- the host's waits -------------------------------------------------------------------------------------------------
 
 
-def test_the_host_waits_once_a_step_and_the_device_has_another_one(tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = TinyModel.save(tmp_path_factory.mktemp("model"), "llama")
-    with model.engine(overlap="on") as engine:
+def test_the_host_waits_once_a_step_and_the_device_has_another_one(models: Callable[[str], TinyModel]) -> None:
+    with models("llama").engine(overlap="on") as engine:
         queue = on_queue(engine, seconds=0.02)
         engine.generate(PROMPTS, SamplingParams(max_new_tokens=20, ignore_eos=True))
         steps = engine.stats().steps
@@ -184,8 +187,8 @@ def test_a_broken_output_ends_its_request_and_no_other() -> None:
         assert 0 == held_pages(engine)
 
 
-def test_a_request_whose_cached_state_may_be_broken_is_computed_anew(tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = TinyModel.save(tmp_path_factory.mktemp("model"), "jamba")
+def test_a_request_whose_cached_state_may_be_broken_is_computed_anew(models: Callable[[str], TinyModel]) -> None:
+    model = models("jamba")
     prompt, params = ids(1, 40), SamplingParams(max_new_tokens=9, temperature=1.0, seed=3)
     with model.engine(block_size=4) as engine:
         expected = tokens_of(engine.generate([prompt], params))

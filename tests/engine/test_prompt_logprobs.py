@@ -16,6 +16,7 @@ from kvframe_engine.requests.request import RequestOutput, SamplingParams
 
 from kvframe import Engine
 from kvframe.contract.errors import RequestError
+from tests.covering import cover_values
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids
 from tests.support.commands import run
@@ -25,12 +26,10 @@ LONGEST = max(len(prompt) for prompt in PROMPTS) + GREEDY.max_new_tokens
 
 
 def plain_logprobs(model: Any, prompt: Sequence[int]) -> torch.Tensor:
-    """Return the plain model's log-probability of each prompt token but the first, in its own precision."""
+    """Return the plain model's log-probabilities of all tokens after each prompt token but the last."""
     with torch.inference_mode():
-        logits = model(torch.tensor([prompt])).logits[0, :-1]
-    following = torch.tensor(prompt[1:]).unsqueeze(1)
-    logprobs: torch.Tensor = logits.log_softmax(dim=-1).gather(1, following)
-    return logprobs.squeeze(1)
+        logprobs: torch.Tensor = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(dim=-1)
+    return logprobs
 
 
 ROUNDING = 1e-5
@@ -39,7 +38,7 @@ ROUNDING = 1e-5
 
 @attrs.frozen
 class Checked:
-    """A tiny model with its log-probabilities of each of ``PROMPTS``, in float64."""
+    """A tiny model with its tokens after each of ``PROMPTS``, and its log-probabilities there, in float64."""
 
     model: TinyModel
     tokens: list[tuple[int, ...]]
@@ -57,10 +56,7 @@ class Checked:
         """Check the log-probabilities of the most likely tokens in the positions of one of ``PROMPTS``."""
         assert found is not None
         assert (None, len(PROMPTS[index])) == (found[0], len(found))
-        plain: Any = self.model.loaded
-        with torch.inference_mode():
-            logits = copy.deepcopy(plain.model).double()(torch.tensor([PROMPTS[index]])).logits[0, :-1]
-        for exact, likely in zip(logits.log_softmax(dim=-1), found[1:], strict=True):
+        for exact, likely in zip(self.logprobs[index], found[1:], strict=True):
             assert likely is not None
             values = torch.tensor(list(likely.values()), dtype=torch.float64)
             torch.testing.assert_close(values, exact.topk(count).values, rtol=0, atol=ROUNDING)
@@ -71,10 +67,14 @@ class Checked:
         assert found is not None
         assert (None, len(PROMPTS[index])) == (found[0], len(found))
         found_rest = torch.tensor([value for value in found[1:] if value is not None], dtype=torch.float64)
-        torch.testing.assert_close(found_rest, self.logprobs[index], rtol=0, atol=ROUNDING)
+        following = torch.tensor(PROMPTS[index][1:]).unsqueeze(1)
+        torch.testing.assert_close(found_rest, self.logprobs[index].gather(1, following)[:, 0], rtol=0, atol=ROUNDING)
 
 
-@pytest.fixture(scope="module", params=["gemma3_text", "gemma3n_text", "cohere2"])
+FAMILIES = ("gemma3_text", "gemma3n_text", "cohere2")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checked:
     return Checked.save(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -90,28 +90,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_those_of_the_most_likely_tokens_are_those_of_the_plain_model(
-    checked: Checked, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("checked", "options"), cover_values(FAMILIES, OPTIONS), indirect=["checked"])
+def test_they_and_those_of_the_most_likely_tokens_are_those_of_the_plain_model(checked: Checked, options: str) -> None:
     params = [attrs.evolve(WITH_LOGPROBS, top_logprobs=index % 4) for index in range(len(PROMPTS))]
-    with checked.model.engine(**options) as engine:
+    with checked.model.engine(**OPTIONS[options]) as engine:
         outputs = engine.generate(PROMPTS, params)
+    assert checked.tokens == [output.token_ids for output in outputs]
     for index, output in enumerate(outputs):
         checked.assert_right(index, output.prompt_logprobs)
         if index % 4:
             checked.assert_top_right(index, output.prompt_top_logprobs, index % 4)
         else:
             assert output.prompt_top_logprobs is None
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_they_are_those_of_the_plain_model(checked: Checked, options: dict[str, Any]) -> None:
-    with checked.model.engine(**options) as engine:
-        outputs = engine.generate(PROMPTS, WITH_LOGPROBS)
-    assert checked.tokens == [output.token_ids for output in outputs]
-    for index, output in enumerate(outputs):
-        checked.assert_right(index, output.prompt_logprobs)
 
 
 def test_their_neighbours_are_not_touched(checked: Checked) -> None:

@@ -61,4 +61,10 @@ def test_a_chunk_holds_at_least_one_token(chunk: Any) -> None:
 
 class TestChunkedLocal(SpecTests):
     spec = "chunked_local"
-    options = tuple({"chunk": chunk} for chunk in (1, 2, 4, 5, 6, 8, 15, 50))
+    options = tuple({"chunk": chunk} for chunk in (1, 4, 6, 50))
+
+
+@pytest.mark.whole
+class TestMoreChunks(SpecTests):
+    spec = "chunked_local"
+    options = tuple({"chunk": chunk} for chunk in (2, 5, 8, 15))

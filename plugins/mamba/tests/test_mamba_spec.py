@@ -127,6 +127,7 @@ class TestMamba(MambaTests):
     pass
 
 
+@pytest.mark.whole
 class TestMambaWithOneDraft(MambaTests):
     num_refused = 1
 
@@ -135,6 +136,7 @@ class TestMambaWithThreeDrafts(MambaTests):
     num_refused = 3
 
 
+@pytest.mark.whole
 class TestMambaWithNineDrafts(MambaTests):
     num_refused = 9
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,47 +22,64 @@ from click.testing import CliRunner
 from kvframe_serve.command import serve
 from kvframe_serve.server import Server
 
+from tests.programs import start_program
+
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
 
 
+class Forked:
+    """The server in a fork of a process that has imported torch; used like ``subprocess.Popen``."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start ``python ARGUMENTS``."""
+        reading, writing = os.pipe()
+        try:
+            self._process = start_program(arguments, {2: writing}, environment=environment)
+        finally:
+            os.close(writing)
+        self.stderr = os.fdopen(reading)
+        self.kill = self._process.kill
+        self.wait = self._process.join
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait until it ends; return its output, of which nothing is kept, and what it said."""
+        said = self.stderr.read()
+        self.stderr.close()
+        self._process.join(timeout)
+        return "", said
+
+
 def start(
-    checkpoint: Path,
-    port: int,
-    *options: str,
-    environment: Mapping[str, str] | None = None,
-    max_files: int | None = None,
-    ctrl_c: signal.Handlers = signal.SIG_DFL,
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "kvframe", "serve", str(checkpoint), "--port", str(port), *options]
-    if max_files is not None:
-        command = ["sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *command]
-    return subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, ctrl_c),
-    )
+    checkpoint: Path, port: int, *options: str, environment: Mapping[str, str] | None = None, shell: str = ""
+) -> Forked | subprocess.Popen[str]:
+    """Start a server, in a process of its own if a command of the shell comes first."""
+    arguments = ["-m", "kvframe", "serve", str(checkpoint), "--port", str(port), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
+    if not shell:
+        return Forked(arguments, environment)
+    command = ["sh", "-c", f'{shell}; exec "$@"', "sh", sys.executable, *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
 
 
 @contextmanager
-def serving(
-    checkpoint: Path,
-    tmp_path: Path,
-    *options: str,
-    table: str = "",
-    max_files: int | None = None,
-    ctrl_c: signal.Handlers = signal.SIG_DFL,
-) -> Iterator[tuple[Any, int, list[str]]]:
+def serving(checkpoint: Path, tmp_path: Path, *options: str, shell: str = "") -> Iterator[tuple[Any, int, list[str]]]:
     """Start a server; yield it with its port and what it said until it serves."""
     port, lines = free_port(), []
     stack = tmp_path / "stack.toml"
-    stack.write_text(f'[cache]\nmemory = "4MiB"\n{table}')
-    server = start(checkpoint, port, "--stack", str(stack), *options, max_files=max_files, ctrl_c=ctrl_c)
+    stack.write_text('[cache]\nmemory = "4MiB"\n')
+    server = start(checkpoint, port, "--stack", str(stack), *options, shell=shell)
     assert server.stderr is not None
     for line in server.stderr:
         lines.append(line)
@@ -135,7 +152,7 @@ def test_options_replace_the_stack_s_own_values(checkpoint: Path, tmp_path: Path
 
 
 def test_a_second_ctrl_c_ends_without_a_traceback_also_in_the_background(checkpoint: Path, tmp_path: Path) -> None:
-    with serving(checkpoint, tmp_path, "--grace", "60", ctrl_c=signal.SIG_IGN) as (server, port, _):
+    with serving(checkpoint, tmp_path, "--grace", "60", shell="trap '' INT") as (server, port, _):
         with ask(port, "/v1/completions", LONG) as answer:
             answer.readline()
             server.send_signal(signal.SIGINT)
@@ -167,7 +184,7 @@ def test_answers_do_not_wait_for_the_acknowledgement_of_a_packet(checkpoint: Pat
 
 
 def test_more_connections_at_once_than_there_are_descriptors_close_the_oldest(checkpoint: Path, tmp_path: Path) -> None:
-    with ExitStack() as stack, serving(checkpoint, tmp_path, max_files=64) as (server, port, _):
+    with ExitStack() as stack, serving(checkpoint, tmp_path, shell="ulimit -n 64") as (server, port, _):
         assert 200 == health(port)  # its start is complete
         idle = [stack.enter_context(socket.socket()) for _ in range(200)]
         server.send_signal(signal.SIGSTOP)  # so that all of them wait when it accepts next

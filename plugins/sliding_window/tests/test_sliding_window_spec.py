@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -73,9 +74,17 @@ def test_sink_tokens_are_not_negative(num_sink_tokens: Any) -> None:
         attrs.evolve(sliding(4), num_sink_tokens=num_sink_tokens)
 
 
+def options_of(*windows: tuple[int, int]) -> Sequence[Mapping[str, Any]]:
+    """Return the options of windows, each given with its number of sink tokens."""
+    return [{"window": window, "num_sink_tokens": num_sink_tokens} for window, num_sink_tokens in windows]
+
+
 class TestSlidingWindow(SpecTests):
     spec = "sliding_window"
-    options = tuple(
-        {"window": window, "num_sink_tokens": num_sink_tokens}
-        for window, num_sink_tokens in ((1, 0), (4, 0), (5, 0), (1, 2), (4, 1), (6, 5), (7, 40))
-    )
+    options = options_of((5, 0), (1, 2), (6, 5), (7, 40))
+
+
+@pytest.mark.whole
+class TestMoreWindows(SpecTests):
+    spec = "sliding_window"
+    options = options_of((1, 0), (4, 0), (4, 1))
