@@ -15,6 +15,8 @@ from kvframe_kernels.triton.attention import LOG2_E, PagedAttention
 from kvframe_kernels.triton.attention_plan import Batch, Tiling
 from triton import knobs
 
+from tests.covering import cover_values
+
 DEVICE = "cpu" if knobs.runtime.interpret else "cuda"
 pytestmark = [] if knobs.runtime.interpret else [pytest.mark.gpu]
 
@@ -202,14 +204,12 @@ def test_short_requests_are_computed_whole_and_long_ones_in_parts() -> None:
     assert [2 + 4] == check(DECODES, paged_attention())
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("step", [DECODES, MIXED], ids=["decodes", "mixed"])
+@pytest.mark.parametrize(("seed", "step"), cover_values(range(3), [DECODES, MIXED]))
 def test_pages_may_be_strided_in_any_way(step: Step, seed: int) -> None:
     check(step, paged_attention(), seed=seed)
 
 
-@pytest.mark.parametrize("kv_format", STORED)
-@pytest.mark.parametrize("step", [DECODES, MIXED], ids=["decodes", "mixed"])
+@pytest.mark.parametrize(("kv_format", "step"), cover_values(STORED, [DECODES, MIXED]))
 def test_every_format_is_read_as_it_is_stored(step: Step, kv_format: str) -> None:
     check(step, paged_attention(format=kv_format, k_scale=0.5, v_scale=2.0))
 
@@ -254,8 +254,9 @@ RANGED = Step((1, 20, 3, 70), (50, 20, 90, 100), None, ((1, 2, 19), (2, 87, 90),
 """With ranges in one tile and through several."""
 
 
-@pytest.mark.parametrize("mask", [{}, {"window": 9, "num_sink_tokens": 3}, {"chunk": 18}], ids=str)
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "static"), cover_values([{}, {"window": 9, "num_sink_tokens": 3}, {"chunk": 18}], [False, True])
+)
 def test_queries_see_to_the_ends_of_their_ranges(mask: dict[str, int], static: bool) -> None:
     check(RANGED, paged_attention(**mask), padding=2, static=static)
 

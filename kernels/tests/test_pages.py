@@ -7,13 +7,16 @@ import torch
 from kvframe_kernels.triton.pages import copy_pages, copy_pages_reference
 from triton import knobs
 
+from tests.covering import cover_pairs
+
 DEVICE = "cpu" if knobs.runtime.interpret else "cuda"
 pytestmark = [] if knobs.runtime.interpret else [pytest.mark.gpu]
 
 
-@pytest.mark.parametrize("page_bytes", [8, 4096, 40_000])
-@pytest.mark.parametrize("id_bytes", [8, 24])
-@pytest.mark.parametrize("with_ids", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("page_bytes", "id_bytes", "with_ids"),
+    cover_pairs([8, 4096, 40_000], [8, 24], [((True, True),), ((True, False),), ((False, True),), ((False, False),)]),
+)
 def test_pages_are_copied_and_nothing_else(page_bytes: int, id_bytes: int, with_ids: tuple[bool, bool]) -> None:
     generator = torch.Generator().manual_seed(page_bytes)
     ids_per_page = -(-page_bytes // id_bytes)

@@ -13,6 +13,8 @@ from kvframe_kernels.triton.delta import gated_delta_update, gated_delta_update_
 from kvframe_kernels.triton.states import selective_state_update, selective_state_update_reference
 from triton import knobs
 
+from tests.covering import cover_pairs, cover_values
+
 DEVICE = "cpu" if knobs.runtime.interpret else "cuda"
 pytestmark = [] if knobs.runtime.interpret else [pytest.mark.gpu]
 
@@ -73,16 +75,17 @@ def mamba_inputs(width: int, state_size: int, rows: int = 3) -> list[torch.Tenso
     ]
 
 
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize(("width", "state_size"), [(8, 4), (37, 5), (300, 16)])
+@pytest.mark.parametrize(("places", "width", "state_size"), cover_values(PLACES, [(8, 4), (37, 5), (300, 16)]))
 def test_a_step_of_mamba(places: str, width: int, state_size: int) -> None:
     inputs = [*mamba_inputs(width, state_size), drawn(1, width), drawn(3, 1, width), drawn(1, width)]
     shape = 1, width, state_size
     run(selective_state_update, selective_state_update_reference, shape, places, *inputs, softplus=True)
 
 
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize(("heads", "groups", "head_size", "state_size"), [(4, 1, 8, 16), (6, 2, 5, 7), (2, 2, 64, 128)])
+@pytest.mark.parametrize(
+    ("places", "heads", "groups", "head_size", "state_size"),
+    cover_values(PLACES, [(4, 1, 8, 16), (6, 2, 5, 7), (2, 2, 64, 128)]),
+)
 def test_a_step_of_mamba_2(places: str, heads: int, groups: int, head_size: int, state_size: int) -> None:
     inputs = [
         drawn(3, heads, head_size),
@@ -112,8 +115,9 @@ def test_a_bias_of_its_own_for_each_element_of_a_head() -> None:
     run(selective_state_update, selective_state_update_reference, (4, 8, 16), "in place", *inputs, softplus=True)
 
 
-@pytest.mark.parametrize("left_out", [(), (5,), (6,), (7,), (5, 6, 7)])
-@pytest.mark.parametrize("softplus", [True, False])
+@pytest.mark.parametrize(
+    ("left_out", "softplus"), cover_values([((),), ((5,),), ((6,),), ((7,),), ((5, 6, 7),)], [True, False])
+)
 def test_what_a_layer_has_not_is_left_out(left_out: tuple[int, ...], softplus: bool) -> None:
     inputs: list[Any] = [*mamba_inputs(12, 4), drawn(1, 12), drawn(3, 1, 12), drawn(1, 12)]
     inputs[1] = inputs[1].abs()
@@ -148,20 +152,19 @@ def test_states_of_fewer_bits_are_computed_in_float32() -> None:
     )
 
 
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize(("channels", "inputs", "width"), [(8, 4, 4), (37, 3, 4), (600, 4, 3), (5, 2, 2)])
-@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(
+    ("places", "channels", "inputs", "width", "with_bias"),
+    cover_values(PLACES, [(8, 4, 4), (37, 3, 4), (600, 4, 3), (5, 2, 2)], [True, False], times=2),
+)
 def test_a_step_of_a_convolution(places: str, channels: int, inputs: int, width: int, with_bias: bool) -> None:
     arguments = [drawn(3, channels), drawn(channels, width), drawn(channels) if with_bias else None]
     run(conv_update, conv_update_reference, (channels, inputs), places, *arguments, silu=with_bias)
 
 
-@pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "key_size", "value_size"), [(4, 2, 8, 16), (3, 3, 5, 7), (2, 1, 128, 64)]
+    ("places", "heads", "key_heads", "key_size", "value_size", "per_channel", "normalise"),
+    cover_pairs(PLACES, [(4, 2, 8, 16), (3, 3, 5, 7), (2, 1, 128, 64)], [False, True], [False, True]),
 )
-@pytest.mark.parametrize("per_channel", [False, True])
-@pytest.mark.parametrize("normalise", [False, True])
 def test_a_step_of_the_gated_delta_rule(
     places: str, heads: int, key_heads: int, key_size: int, value_size: int, per_channel: bool, normalise: bool
 ) -> None:

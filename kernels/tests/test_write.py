@@ -10,6 +10,8 @@ from kvframe_kernels.testing import paged, same_bits, scattered
 from kvframe_kernels.triton.write import FORMATS, write_kv, write_kv_reference
 from triton import knobs
 
+from tests.covering import cover_values
+
 DEVICE = "cpu" if knobs.runtime.interpret else "cuda"
 pytestmark = [] if knobs.runtime.interpret else [pytest.mark.gpu]
 
@@ -69,16 +71,15 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
-    ("tokens", "heads", "size_k", "size_v"), [(1, 1, 8, 8), (7, 2, 40, 20), (17, 3, 128, 128), (5, 1, 6, 10)]
+    ("name", "tokens", "heads", "size_k", "size_v"),
+    cover_values(FORMATS, [(1, 1, 8, 8), (7, 2, 40, 20), (17, 3, 128, 128), (5, 1, 6, 10)], times=2),
 )
 def test_the_bits_are_those_of_the_reference(name: str, tokens: int, heads: int, size_k: int, size_v: int) -> None:
     check(name, 3 * drawn(tokens, heads, size_k), 5 * drawn(tokens, heads, size_v, seed=1))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("name", "dtype"), cover_values(FORMATS, [torch.float16, torch.bfloat16]))
 def test_keys_and_values_of_any_dtype_are_stored(name: str, dtype: torch.dtype) -> None:
     check(name, drawn(9, 2, 16).to(dtype), drawn(9, 2, 16, seed=1).to(dtype), dtype)
 

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_attention_free import EncoderOnlySpec
 
@@ -82,7 +82,6 @@ def test_layers_that_keep_something_or_do_not_attend_have_no_scratch_pages() -> 
     assert ({}, 0, ()) == (made.views, made.num_bytes, made.metadata(step([3])))
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=6))
 def test_the_pages_of_a_step_are_enough_and_never_two_requests(block_size: int, lens: list[int]) -> None:
     made = caches(encoder(block_size=block_size), max_tokens=sum(lens), max_reqs=len(lens))

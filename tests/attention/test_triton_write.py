@@ -10,6 +10,7 @@ from triton import knobs
 
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.slots import Slots
+from tests.covering import cover_values
 
 DEVICE = "cpu" if knobs.runtime.interpret else "cuda"
 pytestmark = [] if knobs.runtime.interpret else [pytest.mark.gpu]
@@ -29,8 +30,7 @@ def pages(kv_format: KVFormat, dtype: str) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("kv_format", FORMATS, ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("kv_format", "dtype"), cover_values(FORMATS, ["float32", "float16", "bfloat16"]))
 def test_the_bits_are_those_of_the_format(kv_format: KVFormat, dtype: str) -> None:
     generator = torch.Generator().manual_seed(3)
     key, value = (

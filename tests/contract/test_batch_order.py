@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframe.attention.request_order import find_order, is_ordered, permute
@@ -80,7 +80,6 @@ def test_several_orders_are_met_by_one_order() -> None:
     assert [2, 1, 0] == order.tolist()
 
 
-@settings(max_examples=100, deadline=None)
 @given(requests=BATCHES, orders=st.lists(ORDERS, min_size=1, max_size=3))
 def test_one_order_satisfies_all_and_keeps_what_they_do_not_tell_apart(
     requests: Requests, orders: Sequence[BatchOrder]
@@ -94,7 +93,6 @@ def test_one_order_satisfies_all_and_keeps_what_they_do_not_tell_apart(
     assert all(before < after for before, after in alike)
 
 
-@settings(max_examples=100, deadline=None)
 @given(requests=BATCHES, order=ORDERS, num_reqs=st.integers(0, 2), num_tokens=st.integers(0, 3))
 def test_a_permuted_batch_has_the_same_tokens_in_order(
     requests: Requests, order: BatchOrder, num_reqs: int, num_tokens: int
@@ -126,7 +124,6 @@ def test_a_permuted_batch_has_the_same_tokens_in_order(
     ]
 
 
-@settings(max_examples=50, deadline=None)
 @given(requests=BATCHES, order=ORDERS)
 def test_permuting_is_what_building_in_that_order_is(requests: Requests, order: BatchOrder) -> None:
     metadata = metadata_of(requests)
@@ -212,7 +209,6 @@ def test_a_batch_that_is_not_in_order_is_not_split() -> None:
     ) == str(caught.value)
 
 
-@settings(max_examples=100, deadline=None)
 @given(requests=BATCHES, order=ORDERS)
 def test_the_kinds_of_a_split_are_the_whole_batch_each_in_its_slice(requests: Requests, order: BatchOrder) -> None:
     metadata, _ = permute(metadata_of(requests), order)

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_engine.commands.prompts import read_prompts
 from kvframe_engine.ranks import links, step_limit
@@ -205,7 +205,6 @@ def test_ranks_that_plan_a_layer_differently_are_refused() -> None:
 # --- block tables -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sets(st.integers(0, 4), min_size=1), st.integers(0, 2**16)), min_size=1, max_size=8))
 def test_a_rank_that_gets_the_changes_has_the_entries_that_each_batch_reads(steps: list[tuple[set[int], int]]) -> None:
     shape: Any = (5, 40, (4, 8, 4), (TOKENS, TOKENS, ENCODER), {ENCODER: 12})

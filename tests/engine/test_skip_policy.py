@@ -16,6 +16,7 @@ from kvframe_engine.requests.request import SamplingParams
 from kvframe import Engine, RequestOutput, Step
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
+from tests.covering import keep
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages
 from tests.support.engines import manager_of, runner_of
@@ -85,7 +86,15 @@ def test_a_policy_is_asked_where_a_token_could_be_skipped_and_its_no_computes_al
     assert [24, 1, 16, 1, 1] == skipped
 
 
-@pytest.mark.parametrize("options", [{}, {"hybrid": False}, {"block_size": 4}, {"max_num_batched_tokens": 7}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    keep(
+        [{}, {"hybrid": False}, {"block_size": 4}, {"max_num_batched_tokens": 7}],
+        {"block_size": 4},
+        {"max_num_batched_tokens": 7},
+    ),
+    ids=str,
+)
 def test_tokens_are_equal_whatever_the_policy_says(
     model: TinyModel, reference: list[tuple[int, ...]], options: dict[str, Any]
 ) -> None:

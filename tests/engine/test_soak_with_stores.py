@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import few
 from tests.engine.soak.scenarios import SCENARIOS_WITH_STORES, Scenario, Served
 from tests.engine.soak.traffic import draw_arrivals
 from tests.engine.soak.with_store import StoreSoak
@@ -15,7 +16,7 @@ from tests.engine.soak.with_store import StoreSoak
 NUM_PROMPTS, SECONDS, SEED = 6, 20, 1
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS_WITH_STORES, ids=lambda each: each.name)
+@pytest.mark.parametrize("scenario", few(2, SCENARIOS_WITH_STORES), ids=lambda each: each.name)
 def test_a_faulty_store_costs_hits_and_nothing_else(
     scenario: Scenario, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,7 @@ from kvframe_engine.tiers import tiers
 from kvframe import BlocksStored, CacheCleared, CacheEvent, Engine, PageRecords, ReadRate, Stack, load_plugins
 from kvframe.contract.errors import StackError
 from kvframe.hosting import page_writer, sealed_store
+from tests.covering import cover_values
 from tests.models.serving import GREEDY, TinyModel, ids
 from tests.support.engines import fetcher_of, held_pages, manager_of, scheduler_of, tiers_of, waited_for
 from tests.support.stores import SHELVES, OpenShelf, Shelf, shelf_plugin
@@ -75,7 +76,7 @@ def expected(model: TinyModel, prompts: Sequence[Sequence[int]]) -> list[tuple[i
         return tokens(engine, prompts)
 
 
-@pytest.mark.parametrize("name", TIERS)
+@pytest.mark.parametrize(("tiny", "name"), cover_values(FAMILIES, TIERS), indirect=["tiny"])
 def test_evicted_prefixes_come_back(tiny: TinyModel, name: str) -> None:
     asked, others = expected(tiny, ASKED), expected(tiny, OTHERS)
     with small_engine(tiny, **TIERS[name]) as engine:

@@ -18,6 +18,7 @@ from tests.models.serving import PROMPTS
 from tests.support.commands import run_json
 
 NUM_NEW_TOKENS = 24
+SOME = PROMPTS[1:4]
 STACK = Stack.from_mapping({"cache": {"memory": "4MiB"}})
 
 
@@ -32,13 +33,20 @@ def write(folder: Path, **entries: Any) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **entries}))
 
 
-def expected_of(folder: Path, prompt: list[int]) -> tuple[int, ...]:
-    """Return what transformers generates by the checkpoint's own settings."""
+def expected_of(folder: Path) -> list[tuple[int, ...]]:
+    """Return what transformers generates after ``SOME`` by the checkpoint's own settings."""
     loader: Any = AutoModelForCausalLM
     model = loader.from_pretrained(folder).eval()
     with torch.inference_mode():
-        generated = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_NEW_TOKENS)
-    return tuple(generated[0, len(prompt) :].tolist())
+        generated = [model.generate(torch.tensor([prompt]), max_new_tokens=NUM_NEW_TOKENS)[0] for prompt in SOME]
+    return [tuple(tokens[len(prompt) :].tolist()) for tokens, prompt in zip(generated, SOME, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[tuple[int, ...]]:
+    """What transformers generates without settings."""
+    write(folder)
+    return expected_of(folder)
 
 
 def tokens_of(folder: Path, prompts: Any) -> list[tuple[int, ...]]:
@@ -60,14 +68,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_tokens_are_those_of_generate(folder: Path, name: str) -> None:
-    prompts = [prompt for prompt in PROMPTS if len(prompt) > 1][:3]
-    write(folder)
-    plain = [expected_of(folder, prompt) for prompt in prompts]
+def test_tokens_are_those_of_generate(folder: Path, plain: list[tuple[int, ...]], name: str) -> None:
     write(folder, **SETTINGS[name])
-    expected = [expected_of(folder, prompt) for prompt in prompts]
+    expected = expected_of(folder)
     assert plain != expected
-    assert expected == tokens_of(folder, prompts)
+    assert expected == tokens_of(folder, SOME)
 
 
 def test_an_encoder_decoder_is_read_likewise(tmp_path: Path) -> None:

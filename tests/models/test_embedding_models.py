@@ -111,7 +111,7 @@ def test_embeddings_of_an_encoder_are_the_plain_ones(
     assert sum(map(len, TEXTS)) == stats.computed_tokens
 
 
-@pytest.mark.parametrize("family", ENCODER_FAMILIES)
+@pytest.mark.parametrize("family", few(3, ENCODER_FAMILIES))
 def test_the_self_check_of_an_encoder_runs_in_a_small_step_too(models: Any, family: str) -> None:
     for max_num_batched_tokens, max_num_seqs in ((2048, 64), (8, 1)):
         options = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
@@ -138,7 +138,7 @@ def test_an_encoder_whose_attention_is_causal_by_mistake_would_show(
 
 @pytest.mark.parametrize(
     ("family", "mode", "block_size", "max_num_batched_tokens"),
-    few(6, cover_pairs(FAMILIES, MODES, [(16, 2048), (5, 24), (1, 7)])),
+    few(3, cover_pairs(FAMILIES, MODES, [(16, 2048), (5, 24), (1, 7)])),
 )
 def test_embeddings_of_a_decoder_are_the_plain_ones_in_chunks_too(
     models: Any, family: str, mode: str, block_size: int, max_num_batched_tokens: int

@@ -74,7 +74,7 @@ SETTINGS = [(3, 1, 16), (7, 3, 4), (24, 8, 16), (2048, 8, 4), (24, 1, 4), (3, 8,
 
 @pytest.mark.parametrize(
     ("family", "max_num_batched_tokens", "max_num_seqs", "block_size", "prefix_caching"),
-    few(5, cover_values(FAMILIES, SETTINGS, (True, False), times=2)),
+    few(4, cover_values(FAMILIES, SETTINGS, (True, False), times=2)),
 )
 def test_tokens_equal_those_of_generate(
     models: Any,
@@ -104,14 +104,14 @@ def test_tokens_of_the_reference_backend_equal_those_of_generate(models: Any, re
         assert expected == served(engine, family)
 
 
-@pytest.mark.parametrize("family", few(3, MORE_ENCODER_DECODER_FAMILIES))
+@pytest.mark.parametrize("family", few(2, MORE_ENCODER_DECODER_FAMILIES))
 def test_families_that_no_code_names_are_served_by_rule(models: Any, references: Any, family: str) -> None:
     expected = references(family)
     with models(family).engine(max_num_batched_tokens=24, block_size=4, self_check=True) as engine:
         assert expected == served(engine, family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(2, FAMILIES))
 def test_prompt_logprobs_are_those_of_the_plain_model(models: Any, family: str) -> None:
     # More than tokens show: every logit of a long decoder prompt, computed in chunks beside others.
     model, wanted = models(family), [prompts(family)[index] for index in (3, 6, 7)]
@@ -128,7 +128,7 @@ def test_prompt_logprobs_are_those_of_the_plain_model(models: Any, family: str) 
         torch.testing.assert_close(torch.tensor(output.prompt_logprobs[1:]), logprobs, rtol=2e-4, atol=2e-3)
 
 
-@pytest.mark.parametrize(("family", "preemption"), few(4, product(FAMILIES, ("recompute", "swap"))))
+@pytest.mark.parametrize(("family", "preemption"), few(2, cover_values(FAMILIES, ("recompute", "swap"))))
 def test_preempted_requests_give_the_same_tokens(models: Any, references: Any, family: str, preemption: str) -> None:
     expected = references(family)
     options: dict[str, Any] = {"max_model_len": 64, "max_num_batched_tokens": 12, "block_size": 4}
@@ -142,7 +142,7 @@ def test_preempted_requests_give_the_same_tokens(models: Any, references: Any, f
         assert (stats.preemptions if preemption == "swap" else 0) == stats.swaps
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(2, FAMILIES))
 def test_requests_that_come_while_others_run_give_the_same_tokens(models: Any, references: Any, family: str) -> None:
     expected = references(family)
     with models(family).engine(block_size=4, max_num_batched_tokens=24) as engine:
@@ -155,7 +155,7 @@ def test_requests_that_come_while_others_run_give_the_same_tokens(models: Any, r
     assert expected == [found[str(index)] for index in range(len(expected))]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(2, FAMILIES))
 def test_draft_tokens_are_judged_by_the_logits_of_the_plain_model(models: Any, family: str) -> None:
     model, encoder = models(family), encoder_inputs(family)[2]
     decoder = [START, *ids(14, 9)]
@@ -195,7 +195,7 @@ def test_draft_tokens_are_judged_by_the_logits_of_the_plain_model(models: Any, f
 # --- what requests share ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(2, FAMILIES))
 def test_ten_requests_with_one_input_encode_it_once_and_hold_its_blocks_once(models: Any, family: str) -> None:
     model, encoder, calls = models(family), encoder_inputs(family)[2], EncoderCalls()
     expected = generated(model, family, Prompt(encoder=encoder), NUM_NEW_TOKENS)
@@ -231,7 +231,7 @@ def test_ten_transcriptions_of_one_recording_read_from_its_wav_file_hold_its_blo
         assert 4 == engine.stats().peak_blocks_held[cross_group(engine)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(2, FAMILIES))
 def test_without_prefix_caching_each_request_has_its_input_for_itself(models: Any, family: str) -> None:
     model, encoder, calls = models(family), encoder_inputs(family)[2], EncoderCalls()
     expected = generated(model, family, Prompt(encoder=encoder), NUM_NEW_TOKENS)
@@ -245,7 +245,7 @@ def test_without_prefix_caching_each_request_has_its_input_for_itself(models: An
     assert [expected] * 3 == [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(2, FAMILIES))
 def test_a_later_request_finds_the_input_of_one_that_has_ended(models: Any, references: Any, family: str) -> None:
     expected, calls = references(family), EncoderCalls()
     with models(family).engine(block_size=4) as engine:
@@ -259,7 +259,7 @@ def test_a_later_request_finds_the_input_of_one_that_has_ended(models: Any, refe
         handle.remove()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(2, FAMILIES))
 def test_a_decoder_prefix_is_found_after_the_same_input_and_after_no_other(models: Any, family: str) -> None:
     model, (first, second, *_) = models(family), encoder_inputs(family)
     shared = [START, *ids(9, 19)]
@@ -328,7 +328,7 @@ def test_an_aborted_request_gives_its_blocks_back_and_leaves_those_that_others_h
         assert_pool_as_before(engine)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(2, FAMILIES))
 def test_an_encoder_that_raises_ends_the_requests_of_its_step_alone(models: Any, references: Any, family: str) -> None:
     expected = references(family)
     loaded: Any = models(family).loaded
@@ -352,8 +352,7 @@ def test_an_encoder_that_raises_ends_the_requests_of_its_step_alone(models: Any,
 # --- the self-check ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["torch", "torch_reference"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "backend"), cover_values(FAMILIES, ["torch", "torch_reference"]))
 def test_the_self_check_passes(models: Any, family: str, backend: str) -> None:
     with models(family).engine(self_check=True, backend=backend) as engine:
         assert (0, 0) == (held_pages(engine), engine.stats().steps)

@@ -96,7 +96,7 @@ def test_tokens_equal_those_of_the_dense_forward(
         assert expected == served(engine)
 
 
-@ALL
+@pytest.mark.parametrize("mixture", few(2, MIXTURES))
 def test_the_probability_of_every_prompt_token_is_that_of_the_dense_forward(models: Any, mixture: str) -> None:
     model = models(mixture)
     prompts = [ids(4, 90), ids(9, 33)]
@@ -135,7 +135,7 @@ def test_a_mistake_in_any_kind_of_layer_would_show(
 # --- cached -----------------------------------------------------------------------------------------------------------
 
 
-@ALL
+@pytest.mark.parametrize("mixture", few(2, MIXTURES))
 def test_a_second_round_finds_the_prompts_of_the_first(models: Any, references: Any, mixture: str) -> None:
     expected = references(mixture)
     with models(mixture).engine(memory="16MiB", block_size=4, states={"checkpoints": "all"}) as engine:

@@ -95,7 +95,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(
-    ("variant", "backend", "settings", "hybrid"), few(4, cover_pairs(MAIN, BACKENDS, SETTINGS, (True, False)))
+    ("variant", "backend", "settings", "hybrid"), few(2, cover_pairs(MAIN, BACKENDS, SETTINGS, (True, False)))
 )
 def test_tokens_are_the_same_whatever_the_settings(
     models: Any, references: Any, variant: str, backend: str, settings: dict[str, Any], hybrid: bool

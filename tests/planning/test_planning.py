@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframe.builtin.full_attention import FullAttentionSpec
@@ -157,7 +157,6 @@ def test_too_little_memory_says_how_much_is_needed() -> None:
     assert plan.total_bytes == enough
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.sampled_from([1, 4, 16, 17]), st.integers(1, 9), st.integers(2, 40)), max_size=5),
     memory=st.integers(2**16, 2**22),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframe.cache.manager import KVCacheManager
@@ -36,7 +36,6 @@ def heads(count: int, window: int = 6) -> list[LayerSpec]:
     return [layer("0", full(num_kv_heads=count)), layer("1", ranged(window=window, num_kv_heads=count))]
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20), st.booleans()), min_size=1, max_size=12),
     memory=st.integers(2**12, 2**14),

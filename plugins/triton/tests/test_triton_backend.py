@@ -29,6 +29,7 @@ from kvframe.testing.runs import make_runs, sample_runs
 from kvframe.testing.sample import sample
 from kvframe.testing.staging import check_staging
 from kvframe.testing.suites import BackendTests
+from tests.covering import cover_values
 
 CASES = make_cases(TritonBackend.capabilities, "cuda")
 TOGETHER = (
@@ -227,8 +228,13 @@ def test_layers_that_differ_in_what_does_not_cut_a_step_share_their_metadata() -
 
 
 @interpreted
-@pytest.mark.parametrize("kv_format", ["fp8_tensor", "int8_token_head", "int4_token_head"])
-@pytest.mark.parametrize("choice", [{"max_chosen": 5, "num_choosers": 2}, {"max_chosen": 2, "block_size": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("kv_format", "choice"),
+    cover_values(
+        ["fp8_tensor", "int8_token_head", "int4_token_head"],
+        [{"max_chosen": 5, "num_choosers": 2}, {"max_chosen": 2, "block_size": 4}],
+    ),
+)
 def test_chosen_tokens_are_read_in_every_format(kv_format: str, choice: dict[str, int]) -> None:
     stored = load_plugins().registry.formats.load(kv_format)()
     chosen = layer(choice=choice, format=stored)
