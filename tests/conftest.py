@@ -65,6 +65,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyMode
 
 
 @pytest.fixture(scope="session")
+def llama(models: Callable[[str], TinyModel]) -> TinyModel:
+    """The tiny model of the simplest family."""
+    return models("llama")
+
+
+@pytest.fixture(scope="session")
 def references(models: Callable[[str], TinyModel]) -> Callable[[str], Tokens]:
     """Return what transformers generates after each prompt with the tiny model of a family."""
     from tests.models.serving import PROMPTS

@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import pytest
@@ -91,11 +90,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "small steps": {"block_size": 4, "max_num_batched_tokens": 16, "audit": True},
     "graphs": {"prefix_caching": False, "graphs": [1, 4, 8]},
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
-    return cache(lambda family: TinyModel.save(tmp_path_factory.mktemp(family), family))
 
 
 @pytest.mark.parametrize(("family", "name"), cover_values(FAMILIES, OPTIONS))

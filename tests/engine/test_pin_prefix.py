@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,9 @@ ASKED = [[*SYSTEM, *ids(6, 3)], [*SYSTEM, *ids(7, 19)]]
 @pytest.fixture(
     scope="module", params=keep(["mistral", "gemma3_text", "mamba2", "qwen3_next"], "gemma3_text", "mamba2")
 )
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+def tiny(request: pytest.FixtureRequest, models: Callable[[str], TinyModel]) -> TinyModel:
     """A window, windows and full attention, states, gated delta rules and full attention."""
-    return TinyModel.save(tmp_path_factory.mktemp(request.param), request.param)
+    return models(request.param)
 
 
 def flood(engine: Engine) -> None:

@@ -26,11 +26,6 @@ from tests.support.engines import held_pages, manager_of, storage_of
 SYSTEM = ids(3, 37)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return TinyModel.save(tmp_path_factory.mktemp("llama"), "llama")
-
-
 def refusal(engine: Engine, path: Path) -> PrefixFileError:
     """Return why a file is refused, after a check that nothing changed and that the reason is one sentence."""
     before = (set(manager_of(engine).published()), storage_of(engine).pool.clone(), manager_of(engine).stats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -20,13 +21,8 @@ LARGE, SMALL = 400_000, 120_000
 
 
 @pytest.fixture(scope="module", params=keep(["llama", "gemma3_text", "jamba"], "gemma3_text", "jamba"))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return TinyModel.save(tmp_path_factory.mktemp("model"), request.param)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return TinyModel.save(tmp_path_factory.mktemp("llama"), "llama")
+def model(request: pytest.FixtureRequest, models: Callable[[str], TinyModel]) -> TinyModel:
+    return models(request.param)
 
 
 def make(model: TinyModel, memory: int, **options: Any) -> Engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,9 @@ FAMILIES = ["llama", "gemma3_text", "mamba2", "qwen3_next", "deepseek_v3"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+def tiny(request: pytest.FixtureRequest, models: Callable[[str], TinyModel]) -> TinyModel:
     """Full attention; windows and full attention; states; gated delta rules and full attention; latents."""
-    return TinyModel.save(tmp_path_factory.mktemp(request.param), request.param)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return TinyModel.save(tmp_path_factory.mktemp("llama"), "llama")
+    return models(request.param)
 
 
 def tokens(engine: Engine, prompts: Sequence[AnyPrompt], **options: Any) -> list[tuple[int, ...]]:
@@ -91,8 +86,8 @@ def test_pages_are_bytes_whatever_they_hold(cache: dict[str, Any], model: dict[s
 
 
 @pytest.fixture(scope="module")
-def whisper(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return TinyModel.save(tmp_path_factory.mktemp("whisper"), "whisper")
+def whisper(models: Callable[[str], TinyModel]) -> TinyModel:
+    return models("whisper")
 
 
 KEY = "5f" * 32

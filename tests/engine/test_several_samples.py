@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ OTHERS = [ids(4, 30), ids(5, 21)]
 
 
 @pytest.fixture(scope="module", params=keep(["llama", "gemma3_text", "jamba"], "gemma3_text", "jamba"))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return TinyModel.save(tmp_path_factory.mktemp("model"), request.param)
+def model(request: pytest.FixtureRequest, models: Callable[[str], TinyModel]) -> TinyModel:
+    return models(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +88,6 @@ def test_more_samples_than_may_run_at_once(model: TinyModel, reference: list[tup
 
 
 # --- streams, aborts, ids ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return TinyModel.save(tmp_path_factory.mktemp("llama"), "llama")
 
 
 def expected(engine: Engine) -> list[tuple[int, ...]]:

@@ -26,9 +26,9 @@ LONG = 3  # the index in PROMPTS: 64 tokens, so steps of 24, 24 and 16
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+def model(models: Callable[[str], TinyModel]) -> TinyModel:
     """Six layers; the last two keep no cache of their own."""
-    return TinyModel.save(tmp_path_factory.mktemp("gemma3n"), "gemma3n_text")
+    return models("gemma3n_text")
 
 
 @pytest.fixture(scope="module")

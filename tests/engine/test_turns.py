@@ -40,9 +40,8 @@ def call(engine: Any, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedder]:
-    model = TinyModel.save(tmp_path_factory.mktemp("model"), "llama")
-    with Embedder.from_pretrained(model.path, stack=make_stack()) as embedder:
+def embedder(llama: TinyModel) -> Iterator[Embedder]:
+    with Embedder.from_pretrained(llama.path, stack=make_stack()) as embedder:
         yield embedder
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ VOCAB_SIZE = 320
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return TinyModel.save(tmp_path_factory.mktemp("gemma3"), "gemma3_text")
+def model(models: Callable[[str], TinyModel]) -> TinyModel:
+    return models("gemma3_text")
 
 
 @pytest.fixture(scope="module")

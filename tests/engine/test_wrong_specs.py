@@ -313,11 +313,6 @@ def test_a_mask_that_is_none_is_the_fault_of_its_spec_and_of_no_backend(mask: An
 # --- while requests run -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return TinyModel.save(tmp_path_factory.mktemp("models"), "llama")
-
-
 def engine_of(model: TinyModel, spec: Callable[[KVCacheSpec], KVCacheSpec], **options: Any) -> Engine:
     """Return an engine whose layers' specs are replaced by ``spec``."""
     stack = make_stack(**{"block_size": 4, "audit": True, "max_model_len": MAX_LEN, "max_num_seqs": 4, **options})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -15,8 +16,8 @@ BACKENDS = ("torch", "torch_reference")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return TinyModel.save(tmp_path_factory.mktemp("llama4"), "llama4_text")
+def model(models: Callable[[str], TinyModel]) -> TinyModel:
+    return models("llama4_text")
 
 
 @pytest.fixture(scope="module")
