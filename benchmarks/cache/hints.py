@@ -25,7 +25,7 @@ from benchmarks.harness import options
 from benchmarks.harness.pages import heading, page, table
 from benchmarks.harness.record import benchmark
 from benchmarks.memory.traces import TRACES as LENGTHS
-from benchmarks.memory.traces import Conversation, draw, draw_tokens
+from benchmarks.memory.traces import Conversation, Tokens, draw, draw_tokens
 from kvframe import Hints, KVCacheManager, SamplingParams, load_plugins
 from kvframe.cache.hints import NO_HINTS
 from kvframe.contract import FCFS
@@ -39,29 +39,30 @@ ONE_OFF, BATCH = Hints(keep_seconds=0), Hints(priority=1)
 
 @attrs.frozen
 class Sent:
-    """A request of a trace: when it is sent, whether it is a turn, a document or of a batch, and whether it is the last
-    turn of its conversation.
+    """A request of a trace: when it is sent, whether it is a turn, a document or of a batch; of a turn, whether it is
+    the last one of its conversation, and the number of that.
     """  # noqa: D205
 
     seconds: float
     kind: str
     request: TracedRequest
     is_last: bool = False
+    session: int = 0
 
 
 def _turns(
     conversations: Sequence[Conversation], num_users: int, random: np.random.Generator, gap: Callable[[], float]
 ) -> Iterator[Sent]:
     """Yield the turns of conversations; each of ``num_users`` users holds one conversation after the other."""
-    rest = iter(conversations)
+    rest = iter(enumerate(conversations))
     users = [(float(random.uniform(0, num_users)), user, next(rest), 0) for user in range(num_users)]
     heapq.heapify(users)
     while users:
-        seconds, user, conversation, index = heapq.heappop(users)
+        seconds, user, (session, conversation), index = heapq.heappop(users)
         turn, is_last = conversation.turns[index], index + 1 == len(conversation.turns)
         request = TracedRequest(conversation.token_ids[: turn.end], turn.prompt_end)
-        yield Sent(seconds, "turn", request, is_last)
-        following = next(rest, None) if is_last else conversation
+        yield Sent(seconds, "turn", request, is_last, session)
+        following = next(rest, None) if is_last else (session, conversation)
         if following is not None:
             heapq.heappush(users, (seconds + gap(), user, following, 0 if is_last else index + 1))
 
@@ -91,6 +92,34 @@ def _agents(size: int) -> list[Sent]:
     return sent
 
 
+def _rewriting_agents(size: int) -> list[Sent]:
+    random, sent, num_agents, session = np.random.default_rng(9), [], 24, 0
+
+    def text(median: int) -> Tokens[int]:
+        return draw_tokens(random, max(8, round(median * float(np.exp(0.7 * random.standard_normal())))))
+
+    system = draw_tokens(random, 1_000)
+    agents = [(float(random.uniform(0, num_agents)), agent) for agent in range(num_agents)]
+    contexts, num_left, sessions = [system] * num_agents, [0] * num_agents, [0] * num_agents
+    heapq.heapify(agents)
+    while len(sent) < 6 * size:
+        seconds, agent = heapq.heappop(agents)
+        if not num_left[agent]:
+            session += 1
+            sessions[agent], num_left[agent] = session, int(random.integers(12, 40))
+            contexts[agent] = system + text(200)
+        num_left[agent] -= 1
+        prompt, reply = contexts[agent], text(370)
+        request = TracedRequest(prompt + reply, len(prompt))
+        sent.append(Sent(seconds, "turn", request, not num_left[agent], sessions[agent]))
+        if random.random() < 0.25:
+            sent.append(Sent(seconds, "document", document(random)))
+        longer = prompt + reply + text(400)
+        contexts[agent] = longer if len(longer) <= 10_000 else system + draw_tokens(random, 1_200)
+        heapq.heappush(agents, (seconds + float(random.uniform(5, 60)), agent))
+    return sent
+
+
 def _batch_beside_chats(size: int) -> list[Sent]:
     random, sent = np.random.default_rng(7), []
     texts = [draw_tokens(random, 2_048) for _ in range(64)]
@@ -114,14 +143,25 @@ TRACES: Mapping[str, tuple[str, float, Callable[[int], list[Sent]]]] = {
         60.0,
         _agents,
     ),
+    "rewriting agents": (
+        "24 agents of 12 to 39 turns that share a system prompt, with such pauses and documents; a context of 10,000 "
+        "tokens is replaced by a summary of 1,200; turns hint 60 seconds",
+        60.0,
+        _rewriting_agents,
+    ),
     "batch": (
-        "the same users, and during half of the time a batch: after each turn a question on one of 64 texts of 2,048 "
+        "48 users who chat as in the first trace, and during half of the time a batch: after each turn a question on one of 64 texts of 2,048 "
         "tokens; turns hint 150 seconds",
         150.0,
         _batch_beside_chats,
     ),
 }
 """By name, a trace in words, for how many seconds its turns are kept, and the function that draws it."""
+
+
+def _last_or_kept(seconds: float, sent: Sent) -> Hints:
+    return ONE_OFF if sent.is_last else Hints(keep_seconds=seconds)
+
 
 HINTED: Mapping[str, Callable[[float, Sent], Hints]] = {
     "no hints": lambda seconds, sent: NO_HINTS,
@@ -131,7 +171,17 @@ HINTED: Mapping[str, Callable[[float, Sent], Hints]] = {
     "all": lambda seconds, sent: {
         "document": ONE_OFF,
         "batch": BATCH,
-        "turn": ONE_OFF if sent.is_last else Hints(keep_seconds=seconds),
+        "turn": _last_or_kept(seconds, sent),
+    }[sent.kind],
+    "sessions": lambda seconds, sent: {
+        "document": ONE_OFF,
+        "batch": BATCH,
+        "turn": attrs.evolve(_last_or_kept(seconds, sent), session_id=str(sent.session)),
+    }[sent.kind],
+    "no times": lambda seconds, sent: {
+        "document": ONE_OFF,
+        "batch": BATCH,
+        "turn": Hints(keep_seconds=0 if sent.is_last else None, session_id=str(sent.session)),
     }[sent.kind],
 }
 """Which requests have hints. In ``all``, senders also say that a conversation is over."""
@@ -264,7 +314,8 @@ def write_report(record: Mapping[str, Any]) -> str:
         "In % of the counted prompt tokens: by `lru`, by `scan_resistant` with hints of some requests, and at best. "
         "*one-off*: documents hint `keep_seconds=0`; *batch*: the batch's requests hint `priority=1`; *turns*: turns "
         "hint how long their prefix is needed; *all*: these three, and the last turn of a conversation hints "
-        "`keep_seconds=0`.",
+        "`keep_seconds=0`; *sessions*: as *all*, and turns name their `session_id`; *no times*: as *sessions*, but "
+        "only last turns hint a time.",
         *parts,
         "## Steps until the first token",
         "A batch of prompts of 2,000 tokens (`priority=1`) is sent at once; urgent ones of 500 come one by one. A step "

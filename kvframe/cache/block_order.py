@@ -358,12 +358,20 @@ class PolicyPriorities:
         self.priority[pool_indices] = priorities
         return priorities
 
-    def use(self, pool_indices: PoolIndices, groups: Groups, hints: Hints, owner: str, limit: KeptLimit) -> None:
-        """Record the hints of a request that used blocks."""
+    def use(
+        self,
+        block_ids: BlockIds,
+        pool_indices: PoolIndices,
+        groups: Groups,
+        hints: Hints,
+        owner: str,
+        limit: KeptLimit,
+    ) -> BlockIds:
+        """Record the hints of a request that used blocks; return blocks that are not needed any more."""
         if self.hinted is None:
             max_kept_bytes = int(limit.share * self._capacity)
             self.hinted = HintedPages(self.priority != _NOT_RANKED, limit.now, max_kept_bytes)
-        self.hinted.use(pool_indices, self._page_bytes[groups], hints, owner)
+        return self.hinted.use(block_ids, pool_indices, self._page_bytes[groups], hints, owner)
 
     def _ask(self, clock: int, uses: Numbers, num_bytes: Numbers, *hints: Any) -> Numbers:
         label, count = f"eviction policy {self.policy.name!r}", len(uses)

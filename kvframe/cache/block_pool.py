@@ -282,7 +282,11 @@ class BlockPool:
         """
         self._end_hints()
         if self._policy is not None:
-            self._policy.use(self._pool_indices(block_ids), groups, hints, owner, limit)
+            pool_indices = self._pool_indices(block_ids)
+            replaced_ids = self._policy.use(block_ids, pool_indices, groups, hints, owner, limit)
+            replaced_ids = replaced_ids[self.is_cached(replaced_ids)]
+            if len(replaced_ids):
+                self._rank_again(self._policy, replaced_ids)
 
     def _note_ends(self, block_ids: AnyBlockIds, pool_indices: PoolIndices) -> None:
         """Record until when cached blocks are needed."""
@@ -301,14 +305,18 @@ class BlockPool:
                 return
             block_ids = self._ending.pop(len(self._state))
             assert block_ids is not None
-            pool_indices = self._pool_indices(block_ids)
-            hinted.stop(pool_indices)
-            self._stamp += 1
-            # With another stamp, their entries in the order become stale.
-            self._state[pool_indices] = self._stamp
-            groups = self._groups_of(pool_indices)
-            self._order(self._rank(self._policy.rank_again, pool_indices, groups), block_ids, groups)
-            self.free_list.rank_again(block_ids, self._stamp)
+            hinted.stop(self._pool_indices(block_ids))
+            self._rank_again(self._policy, block_ids)
+
+    def _rank_again(self, policy: PolicyPriorities, block_ids: AnyBlockIds) -> None:
+        """Rank cached blocks again whose hints have changed."""
+        pool_indices = self._pool_indices(block_ids)
+        self._stamp += 1
+        # With another stamp, their entries in the order become stale.
+        self._state[pool_indices] = self._stamp
+        groups = self._groups_of(pool_indices)
+        self._order(self._rank(policy.rank_again, pool_indices, groups), block_ids, groups)
+        self.free_list.rank_again(block_ids, self._stamp)
 
     # --- publishing ---------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,12 @@ from kvframe.contract.errors import RequestError, shown
 MAX_PRIORITY = 2**31 - 1
 """The greatest amount of a priority."""
 
+MAX_KEEP_SECONDS = 10**9
+"""Longer times for which a prefix is needed count as this one."""
+
+MAX_SESSION_LENGTH = 1024
+"""The most characters of a session's id."""
+
 _NOT_USED, _NOT_NEEDED, _UNKNOWN = -2.0, -1.0, 0.0
 """In place of the time until which a page is needed: no request used it yet, none needs it, no request says more."""
 _NO_LEVEL = int(np.iinfo(np.int64).max)
@@ -36,8 +42,13 @@ def _check_priority(instance: object, attribute: attrs.Attribute[int], value: An
 def _check_seconds(instance: object, attribute: attrs.Attribute[float | None], value: Any) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
         raise bad_hints(f"keep_seconds must be a number of seconds, at least 0, or None, not {shown(value)}")
+
+
+def _check_session(instance: object, attribute: attrs.Attribute[str], value: Any) -> None:
+    if not isinstance(value, str) or len(value) > MAX_SESSION_LENGTH:
+        raise bad_hints(f"session_id must be a string of at most {MAX_SESSION_LENGTH:,} characters, not {shown(value)}")
 
 
 @attrs.frozen(kw_only=True)
@@ -49,10 +60,13 @@ class Hints:
         keep_seconds: For how long after the request's end its prefix will be needed: such as the time in which the next
             turn of a chat comes. 0: the prefix is not needed again, as for a prompt that is sent once. None: that is
             not known.
+        session_id: The chat or the agent that sends it; empty for none. The newest request of an owner's session
+            replaces the earlier ones: what only these used is not needed again, and their hints no longer count.
     """
 
     priority: int = attrs.field(default=0, validator=_check_priority)
     keep_seconds: float | None = attrs.field(default=None, validator=_check_seconds)
+    session_id: str = attrs.field(default="", validator=_check_session)
 
 
 NO_HINTS = Hints()
@@ -79,6 +93,8 @@ class HintedPages:
     a prefix is worth as much as its end at least. The pages that one owner's requests keep have a limit: a request that
     would exceed it keeps nothing.
 
+    A page that only requests of one session used is needed as the newest one of them says.
+
     Invariant: ``_kept_bytes`` counts exactly the pages whose ``_owner`` is not 0.
     """
 
@@ -97,21 +113,35 @@ class HintedPages:
         self._owner, self._bytes = np.zeros((2, len(is_used)), dtype=np.int64)
         self._numbers: dict[str, int] = {}
         self._kept_bytes: Counter[int] = Counter()
+        # The session whose requests alone used each page, and its block id; None if no request named a session.
+        self._session: npt.NDArray[np.int64] | None = None
+        self._block_ids = np.zeros(0, dtype=np.int32)
 
     def kept_bytes(self, owner: str) -> int:
         """Return the bytes of the pages that an owner's requests keep."""
         return self._kept_bytes[self._numbers.get(owner, 0)]
 
     def use(
-        self, pool_indices: npt.NDArray[np.intp], num_bytes: npt.NDArray[np.int64], hints: Hints, owner: str
-    ) -> None:
-        """Record the hints of a request that used some pages, each once, of these sizes."""
+        self,
+        block_ids: npt.NDArray[np.int32],
+        pool_indices: npt.NDArray[np.intp],
+        num_bytes: npt.NDArray[np.int64],
+        hints: Hints,
+        owner: str,
+    ) -> npt.NDArray[np.int32]:
+        """Record the hints of a request that used some pages, each once, of these sizes.
+
+        Returns:
+            The block ids of other pages, which only earlier requests of its session used: they are not needed again.
+        """
+        replaced = self._use_in_session(block_ids, pool_indices, hints.session_id, owner)
         now, keep = self.now(), hints.keep_seconds
+        keep = None if keep is None else float(min(keep, MAX_KEEP_SECONDS))
         until = self._until[pool_indices]
         is_over = (until > 0) & (until <= now)
         if np.count_nonzero(is_over):
             self._end(pool_indices[is_over])
-            until[is_over] = _NOT_NEEDED
+            until[is_over] = _UNKNOWN
         new = _UNKNOWN if keep is None else now + keep if keep else _NOT_NEEDED
         if new > 0:
             number = self._numbers.setdefault(owner, len(self._numbers) + 1)
@@ -126,6 +156,27 @@ class HintedPages:
                 self._kept_bytes[number] += int(sizes.sum())
         self._until[pool_indices] = np.maximum(until, new)
         self._level[pool_indices] = np.minimum(self._level[pool_indices], hints.priority)
+        return replaced
+
+    def _use_in_session(
+        self, block_ids: npt.NDArray[np.int32], pool_indices: npt.NDArray[np.intp], session_id: str, owner: str
+    ) -> npt.NDArray[np.int32]:
+        """Drop the hints of a session's earlier requests; return the blocks that only these used."""
+        if self._session is None:
+            if not session_id:
+                return block_ids[:0]
+            self._session = np.zeros(len(self._until), dtype=np.int64)
+            self._block_ids = np.zeros(len(self._until), dtype=np.int32)
+        # The hash of strings has a secret, so no client finds the number of another session.
+        number = (hash((owner, session_id)) or 1) if session_id else 0
+        is_first = self._until[pool_indices] == _NOT_USED
+        is_only = is_first | (self._session[pool_indices] == number)
+        earlier = np.flatnonzero(self._session == number) if number else pool_indices[:0]
+        self._end(earlier)
+        self._until[earlier], self._level[earlier] = _NOT_NEEDED, _NO_LEVEL
+        self._session[pool_indices] = np.where(is_only, number, 0)
+        self._block_ids[pool_indices] = block_ids
+        return self._block_ids[np.setdiff1d(earlier, pool_indices, assume_unique=True)]
 
     def _end(self, pool_indices: npt.NDArray[np.intp] | slice) -> None:
         """Count pages as kept by no owner."""
@@ -138,6 +189,8 @@ class HintedPages:
         """Drop the hints of pages whose content ended."""
         self._end(pool_indices)
         self._until[pool_indices], self._level[pool_indices] = _NOT_USED, _NO_LEVEL
+        if self._session is not None:
+            self._session[pool_indices] = 0
 
     def resize(self, num_new: int, max_kept_bytes: int) -> None:
         """Add entries for more pages, and set another limit."""
@@ -145,6 +198,9 @@ class HintedPages:
         self._until = np.append(self._until, np.full(num_new, _NOT_USED))
         self._level = np.append(self._level, np.full(num_new, _NO_LEVEL))
         self._owner, self._bytes = (np.append(each, np.zeros(num_new, np.int64)) for each in (self._owner, self._bytes))
+        if self._session is not None:
+            self._session = np.append(self._session, np.zeros(num_new, np.int64))
+            self._block_ids = np.append(self._block_ids, np.zeros(num_new, np.int32))
 
     # --- what a policy is given ---------------------------------------------------------------------------------------
 
@@ -154,10 +210,10 @@ class HintedPages:
         return np.where(levels == _NO_LEVEL, 0, levels)
 
     def seconds_left(self, pool_indices: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
-        """Return for how many seconds each page is needed; 0 if it is not, NaN if no request says."""
+        """Return for how many seconds each page is needed; 0 if it is not, NaN if no request says, or time is over."""
         until = self._until[pool_indices]
         seconds = np.maximum(until - self.now(), 0.0)
-        seconds[(until == _UNKNOWN) | (until == _NOT_USED)] = math.nan
+        seconds[(seconds == 0.0) & (until != _NOT_NEEDED)] = math.nan
         return seconds
 
     def ends(self, pool_indices: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
@@ -172,4 +228,4 @@ class HintedPages:
     def stop(self, pool_indices: npt.NDArray[np.intp]) -> None:
         """Record that the time is over for which pages were needed."""
         self._end(pool_indices)
-        self._until[pool_indices] = _NOT_NEEDED
+        self._until[pool_indices] = _UNKNOWN

@@ -40,7 +40,8 @@ class ReleasedPages:
         request_priorities: ``[n], int64, host``: the smallest priority that the senders of the requests hint that used
             each page: a smaller number is more urgent. None if no request of the cache had hints.
         seconds_left: ``[n], float64, host``: for how many more seconds each page will be needed, as these senders hint:
-            0 if it is not needed any more, NaN if none says. None if no request of the cache had hints.
+            0 if it is not needed any more, NaN if none says or the time is over. None if no request of the cache had
+            hints.
     """
 
     clock: int

@@ -72,7 +72,7 @@ def pool(clock: Clock, *, share: float = 0.5, policy: EvictionPolicy | None = No
 # --- what each hint does ----------------------------------------------------------------------------------------------
 
 
-def test_a_prefix_stays_as_long_as_it_is_needed_and_goes_first_after_that() -> None:
+def test_a_prefix_stays_as_long_as_it_is_needed_and_counts_as_others_after_that() -> None:
     clock = Clock()
     manager = pool(clock)
     serve(manager, text(0), Hints(keep_seconds=60))
@@ -81,11 +81,10 @@ def test_a_prefix_stays_as_long_as_it_is_needed_and_goes_first_after_that() -> N
     assert 32 == found(manager, 0)
     clock.now = 61.5
     serve(manager, text(12))
-    # Five texts fit into the pool: those after the first one are newer, and it is needed no more.
-    for index in range(13, 15):
+    # Five texts fit into the pool. When its time was over, the first one counted as released then.
+    for index in range(13, 18):
         serve(manager, text(index))
-    assert 0 == found(manager, 0)
-    assert [32, 32, 32] == [found(manager, index) for index in (12, 13, 14)]
+    assert [0, 0, 32, 32, 32, 32, 32] == [found(manager, index) for index in (0, *range(12, 18))]
 
 
 def test_a_prompt_that_is_sent_once_goes_before_older_ones() -> None:
@@ -142,7 +141,7 @@ def test_a_request_that_is_swapped_out_or_preempted_gives_no_hints() -> None:
 def test_an_owner_keeps_a_share_of_the_pool_at_most() -> None:
     manager = pool(Clock(), share=0.5)
     for index in range(20):
-        serve(manager, text(index), Hints(keep_seconds=10**6), "hostile")
+        serve(manager, text(index), Hints(keep_seconds=10**400), "hostile")
     hinted = manager._pool._policy.hinted  # type: ignore[union-attr]
     assert hinted is not None
     page_bytes = manager.plan.groups[0].page_bytes
@@ -201,7 +200,9 @@ def test_any_hints_leave_the_cache_right_and_bytes_counted(data: st.DataObject) 
             *text(data.draw(st.integers(3, 9)), data.draw(st.integers(1, 20))),
         ]
         hints = Hints(
-            priority=data.draw(st.integers(-2, 2)), keep_seconds=data.draw(st.sampled_from([None, 0, 0.5, 5, 50]))
+            priority=data.draw(st.integers(-2, 2)),
+            keep_seconds=data.draw(st.sampled_from([None, 0, 0.5, 5, 50])),
+            session_id=data.draw(st.sampled_from(["", "x", "y"])),
         )
         num_hit = serve(manager, tokens, hints, data.draw(st.sampled_from("ab")))
         assert not num_hit or tuple(tokens[:num_hit]) in known
@@ -234,10 +235,8 @@ def test_a_policy_that_fails_at_a_hint_is_set_aside(specs: list[KVCacheSpec], ca
     clock = Clock()
     plan = make_plan(*specs, num_slabs=40, max_model_len=40)
     manager = KVCacheManager(plan, max_num_seqs=1, eviction=FailsWithHints(), now=clock)
-    serve(manager, text(0), Hints(keep_seconds=1))
-    clock.now = 5.0
     for index in range(30):
-        serve(manager, text(index), Hints(keep_seconds=1))
+        serve(manager, text(index), Hints(keep_seconds=1, session_id="a"))
     assert manager.eviction is LRU
     (line,) = caplog.messages
     assert "ZeroDivisionError" in line
@@ -258,17 +257,80 @@ def test_a_policy_is_tried_with_hints_when_the_cache_is_made() -> None:
 def test_pages_have_the_best_hints_of_their_requests() -> None:
     clock = Clock()
     hinted = HintedPages(np.array([True, False, False, False]), clock, 1000)
-    pages, sizes = np.arange(4), np.full(4, 100)
-    hinted.use(pages, sizes, Hints(keep_seconds=0, priority=3), "a")
+    ids, pages, sizes = np.arange(4, dtype=np.int32), np.arange(4), np.full(4, 100)
+    hinted.use(ids, pages, sizes, Hints(keep_seconds=0, priority=3), "a")
     assert [math.isnan(each) for each in hinted.seconds_left(pages)] == [True, False, False, False]
     assert [0, 3, 3, 3] == hinted.levels(pages).tolist()
-    hinted.use(pages[1:3], sizes[1:3], Hints(keep_seconds=9, priority=-1), "a")
-    hinted.use(pages[2:], sizes[2:], Hints(keep_seconds=4), "b")
+    hinted.use(ids[1:3], pages[1:3], sizes[1:3], Hints(keep_seconds=9, priority=-1), "a")
+    hinted.use(ids[2:], pages[2:], sizes[2:], Hints(keep_seconds=4), "b")
     assert [9.0, 9.0, 4.0] == hinted.seconds_left(pages[1:]).tolist()
     assert [-1, -1, 0] == hinted.levels(pages[1:]).tolist()
     assert (200, 100) == (hinted.kept_bytes("a"), hinted.kept_bytes("b"))
     hinted.forget(pages[:3])
     assert (0, 100) == (hinted.kept_bytes("a"), hinted.kept_bytes("b"))
     clock.now = 5.5
-    hinted.use(pages[3:], sizes[3:], Hints(), "c")
+    hinted.use(ids[3:], pages[3:], sizes[3:], Hints(), "c")
     assert (0, [0, 0, 0, 0]) == (hinted.kept_bytes("b"), hinted.levels(pages).tolist())
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+
+def turn(session_id: str, keep_seconds: float | None = 60) -> Hints:
+    return Hints(keep_seconds=keep_seconds, session_id=session_id)
+
+
+def test_what_only_earlier_requests_of_a_session_used_goes_first() -> None:
+    """An agent rewrites its context: of the earlier one, only what the new one begins with stays."""
+    manager, shared = pool(Clock(), share=1.0), text(0, 16)
+    serve(manager, text(9))
+    serve(manager, [*shared, *text(1, 16)], turn("a"))
+    serve(manager, [*shared, *text(2, 16)], turn("a"))
+    # 20 blocks are used; three texts need four more than are free.
+    for index in range(3, 6):
+        serve(manager, text(index))
+    assert 32 == found(manager, 9)
+    assert (16, 32) == (manager.find([*shared, *text(1, 16), 7]), manager.find([*shared, *text(2, 16), 7]))
+
+
+def test_the_last_request_of_a_session_ends_what_the_earlier_ones_kept() -> None:
+    hits = []
+    for session_id in ("", "a"):
+        manager = pool(Clock(), share=1.0)
+        serve(manager, text(0), turn(session_id))
+        serve(manager, [*text(0), *text(1, 4)], turn(session_id, keep_seconds=0))
+        for index in range(2, 7):
+            serve(manager, text(index))
+        hits.append([found(manager, index) for index in (0, 2)])
+    assert [[32, 0], [0, 32]] == hits
+
+
+def test_sessions_leave_what_others_use() -> None:
+    manager, shared = pool(Clock(), share=1.0), text(0, 16)
+    serve(manager, [*shared, *text(1, 16)], turn("a"), "owner")
+    serve(manager, [*shared, *text(2, 16)], turn("b"), "owner")
+    # The session of another owner has the same id.
+    serve(manager, text(3), turn("a", keep_seconds=0), "other")
+    serve(manager, text(4), turn("a"), "owner")
+    hinted = manager._pool._policy.hinted  # type: ignore[union-attr]
+    assert hinted is not None
+    page_bytes = manager.plan.groups[0].page_bytes
+    # The shared blocks and those of "b", and the last text of "a".
+    assert (16 * page_bytes, 0) == (hinted.kept_bytes("owner"), hinted.kept_bytes("other"))
+    for index in range(5, 8):
+        serve(manager, text(index))
+    assert [16, 32] == [manager.find([*shared, *text(index, 16), 7]) for index in (1, 2)]
+    assert [0, 32] == [found(manager, index) for index in (3, 4)]
+
+
+def test_a_million_sessions_take_no_memory_but_that_of_pages() -> None:
+    manager = pool(Clock())
+    serve(manager, text(0), turn("x" * 1024))
+    hinted = manager._pool._policy.hinted  # type: ignore[union-attr]
+    assert hinted is not None
+    for index in range(300):
+        serve(manager, text(index), turn(f"{index}"), "hostile")
+    owned = [each for each in vars(hinted).values() if isinstance(each, dict)]
+    assert all(len(each) <= 2 for each in owned)
+    assert hinted._session is not None
+    assert len(hinted._session) == len(hinted._until)

@@ -17,6 +17,7 @@ from kvframe_priority.policy import Priority
 
 from kvframe import Hints
 from kvframe.contract import FCFS, PluginError, QueuedRequest, RequestError, SchedulingPolicy
+from kvframe.contract.errors import shown
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.scheduling import check_scheduling
 from tests.engine.scripted_model import ScriptedModel
@@ -371,6 +372,12 @@ def test_priorities_change_when_requests_run_and_no_token() -> None:
         ({"priority": 2**31}, "priority must be a whole number from -2147483647 to 2147483647, not 2147483648"),
         ({"keep_seconds": -1}, "keep_seconds must be a number of seconds, at least 0, or None, not -1"),
         ({"keep_seconds": math.inf}, "keep_seconds must be a number of seconds, at least 0, or None, not inf"),
+        ({"keep_seconds": math.nan}, "keep_seconds must be a number of seconds, at least 0, or None, not nan"),
+        (
+            {"session_id": "x" * 1025},
+            f"session_id must be a string of at most 1,024 characters, not {shown('x' * 1025)}",
+        ),
+        ({"session_id": None}, "session_id must be a string of at most 1,024 characters, not None"),
         ({"keep_seconds": "1h"}, "keep_seconds must be a number of seconds, at least 0, or None, not '1h'"),
     ],
 )

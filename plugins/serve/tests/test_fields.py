@@ -97,6 +97,7 @@ SAMPLED: dict[str, tuple[Any, Callable[[Question], Any], Any]] = {
     "user": ("anna", lambda question: dict(question.logged), {"user": "anna"}),
     "priority": (-3, lambda question: dict(question.hints), {"priority": -3}),
     "keep_seconds": (0, lambda question: dict(question.hints), {"keep_seconds": 0}),
+    "session_id": ("chat", lambda question: dict(question.hints), {"session_id": "chat"}),
     "include_cached": (True, lambda question: question.with_cached, True),
     "max_tokens": (7, lambda question: question.params.max_new_tokens, 7),
 }
@@ -146,7 +147,8 @@ def test_every_served_field_has_a_case() -> None:
         "reasoning_content",
         "cache_control",
     }
-    assert served(bodies.EmbeddingBody) == {"model", "input", "encoding_format", "cache_salt", "user"}
+    of_texts = {"model", "input", "encoding_format", "cache_salt", "user"}
+    assert served(bodies.EmbeddingBody) == of_texts | {"priority", "keep_seconds", "session_id"}
     assert served(bodies.TokenizeBody) == {
         "model",
         "prompt",

@@ -483,6 +483,8 @@ def test_hints_are_limited_by_key(serve: Serve, monkeypatch: pytest.MonkeyPatch)
         ("other", {"priority": -9, "keep_seconds": 9000}, {}),
         ("other", {}, {"X-Request-Priority": "-9", "X-Keep-Seconds": "1e9"}),
         ("other", {"priority": 2}, {"X-Request-Priority": "7", "X-Keep-Seconds": "0"}),
+        ("other", {"session_id": "chat", "keep_seconds": 61}, {"X-Session-ID": "other"}),
+        ("other", {}, {"X-Session-ID": "agent"}),
         ("other", {}, {}),
     ]
     for key, body, headers in sent:
@@ -494,12 +496,23 @@ def test_hints_are_limited_by_key(serve: Serve, monkeypatch: pytest.MonkeyPatch)
         Hints(keep_seconds=60),
         Hints(keep_seconds=60),
         Hints(priority=2, keep_seconds=0),
+        Hints(session_id="chat", keep_seconds=60),
+        Hints(session_id="agent"),
         Hints(),
     ] == [hints for _, hints in seen]
     with pytest.raises(openai.BadRequestError, match="the header x-request-priority must be a number, not 'high'"):
         running.client("other").completions.create(
             model="tiny", prompt="x", max_tokens=1, extra_headers={"X-Request-Priority": "high"}
         )
+    for body in (b'{"prompt": "x", "keep_seconds": 1e999}', b'{"prompt": "x", "keep_seconds": NaN}'):
+        assert 400 == post(running, "/v1/completions", body, authorization="Bearer other")[0]
+    for seconds in ("nan", "inf", "-1"):
+        status, refusal = post(
+            running, "/v1/completions", b"{}", authorization="Bearer other", **{"x-keep-seconds": seconds}
+        )
+        assert (400, "bad_hints") == (status, refusal["error"]["code"])
+    with pytest.raises(openai.BadRequestError, match="session_id must be a string of at most 1,024 characters"):
+        client.completions.create(model="tiny", prompt="x", max_tokens=1, extra_body={"session_id": "x" * 1025})
 
 
 def test_every_limit_is_a_key_of_the_stack_file() -> None:

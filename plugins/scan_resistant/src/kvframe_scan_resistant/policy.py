@@ -30,8 +30,9 @@ class ScanResistant(EvictionPolicy):
     for ever: a priority is larger by ``patience`` times the pool at most.
 
     Hints go before experience. A page that is needed for some time (``keep_seconds``) counts as one that is always hit
-    again. A page that is needed no more counts as one that was released one size of the pool earlier; one that only
-    less urgent requests use (a ``priority`` above 0), half of that, unless a request says that it needs it.
+    again; when the time is over, experience decides. A page that is not needed any more counts as one that was never
+    hit, and was released one size of the pool earlier. A page that only less urgent requests use (a ``priority`` above
+    0) counts as released half of that earlier, unless a request says that it needs it.
 
     Attributes:
         patience: The number of times that the pool may be refilled before a page is evicted whose kind is always hit
@@ -50,7 +51,7 @@ class ScanResistant(EvictionPolicy):
         delay = later[np.minimum(pages.uses, MOST_USES)]
         if pages.seconds_left is not None and self.patience:
             delay[pages.seconds_left > 0] = self.patience * pages.capacity
-            delay[pages.seconds_left == 0] -= pages.capacity
+            delay[pages.seconds_left == 0] = -pages.capacity
             if pages.request_priorities is not None:
                 delay[(pages.request_priorities > 0) & np.isnan(pages.seconds_left)] -= pages.capacity // 2
         priorities: npt.NDArray[np.int64] = pages.clock + delay

@@ -10,7 +10,7 @@ import attrs
 from kvframe import Hints
 from kvframe.contract import RequestError, shown
 
-PRIORITY_HEADER, KEEP_HEADER = b"x-request-priority", b"x-keep-seconds"
+PRIORITY_HEADER, KEEP_HEADER, SESSION_HEADER = b"x-request-priority", b"x-keep-seconds", b"x-session-id"
 
 
 @attrs.frozen(kw_only=True)
@@ -31,7 +31,7 @@ class HintLimits:
         if hints.priority >= self.min_priority and (keep is None or keep <= self.max_keep_seconds):
             return hints
         keep = None if keep is None else min(keep, self.max_keep_seconds)
-        return Hints(priority=max(hints.priority, self.min_priority), keep_seconds=keep)
+        return attrs.evolve(hints, priority=max(hints.priority, self.min_priority), keep_seconds=keep)
 
 
 ALL_LIMITS = HintLimits()
@@ -42,7 +42,7 @@ def hints_of_headers(headers: Mapping[bytes, bytes]) -> Mapping[str, Any]:
     """Return the hints that headers give, by name; a hint in the body replaces that of a header.
 
     Raises:
-        RequestError: A header is no number (``bad_hints``).
+        RequestError: A header is no number, or too long (``bad_hints``).
     """
     hints: dict[str, Any] = {}
     for name, header, kind in (("priority", PRIORITY_HEADER, int), ("keep_seconds", KEEP_HEADER, float)):
@@ -54,5 +54,7 @@ def hints_of_headers(headers: Mapping[bytes, bytes]) -> Mapping[str, Any]:
                 raise RequestError(
                     f"the header {header.decode()} must be a number, not {shown(text)}", code="bad_hints"
                 ) from None
+    if (value := headers.get(SESSION_HEADER)) is not None:
+        hints["session_id"] = value.decode("latin-1")
     Hints(**hints)
     return hints

@@ -148,6 +148,7 @@ class SampledBody(Body):
     cache_salt: str | None = field("Requests of one key share cached prefixes only if their salts are equal.")
     priority: int | None = field("A smaller number is more urgent, if the server's stack asks for it; 0 unless given.")
     keep_seconds: float | None = field("For how long after the answer the prefix will be needed; 0: not again.")
+    session_id: str | None = field("The chat or agent that asks: what only its earlier requests used goes first.")
     include_cached: bool | None = field("Whether usage says where cached tokens came from, and what limited them.")
     user: str | None = field("Who asks; written to the server's log.")
     response_format: ResponseFormat | None = field(
@@ -266,6 +267,7 @@ class EmbeddingBody(Body):
     cache_salt: str | None = field("As for completions.")
     priority: int | None = field("As for completions.")
     keep_seconds: float | None = field("As for completions.")
+    session_id: str | None = field("As for completions.")
     user: str | None = field("Who asks; written to the server's log.")
     dimensions: Any = only("A shorter embedding.")
 

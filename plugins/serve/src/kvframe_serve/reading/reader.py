@@ -392,9 +392,10 @@ def _hints(fields: SampledBody | EmbeddingBody) -> dict[str, Any]:
     Raises:
         RequestError: A hint is wrong (``bad_hints``).
     """
-    names = {name: value for name in ("priority", "keep_seconds") if (value := getattr(fields, name)) is not None}
-    Hints(**names)
-    return names
+    names = [field.name for field in attrs.fields(Hints)]
+    hints = {name: value for name in names if (value := getattr(fields, name)) is not None}
+    Hints(**hints)
+    return hints
 
 
 def _logged(fields: Body) -> dict[str, str]:
