@@ -150,8 +150,8 @@ TRACES: Mapping[str, tuple[str, float, Callable[[int], list[Sent]]]] = {
         _rewriting_agents,
     ),
     "batch": (
-        "48 users who chat as in the first trace, and during half of the time a batch: after each turn a question on one of 64 texts of 2,048 "
-        "tokens; turns hint 150 seconds",
+        "48 users who chat as in the first trace, and during half of the time a batch: after each turn a question on "
+        "one of 64 texts of 2,048 tokens; turns hint 150 seconds",
         150.0,
         _batch_beside_chats,
     ),
