@@ -93,7 +93,8 @@ def _agents(size: int) -> list[Sent]:
 
 
 def _rewriting_agents(size: int) -> list[Sent]:
-    random, sent, num_agents, session = np.random.default_rng(9), [], 24, 0
+    random, num_agents, session = np.random.default_rng(9), 24, 0
+    sent: list[Sent] = []
 
     def text(median: int) -> Tokens[int]:
         return draw_tokens(random, max(8, round(median * float(np.exp(0.7 * random.standard_normal())))))

@@ -42,7 +42,8 @@ def _check_priority(instance: object, attribute: attrs.Attribute[int], value: An
 def _check_seconds(instance: object, attribute: attrs.Attribute[float | None], value: Any) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
         raise bad_hints(f"keep_seconds must be a number of seconds, at least 0, or None, not {shown(value)}")
 
 

@@ -56,10 +56,12 @@ def test_each_hint_buys_what_it_is_for() -> None:
         pools, asked = record["traces"][trace]["pools"].values(), record["traces"][trace]["counted"][kind]
         return [(each[hinted]["found"][kind] - each["no hints"]["found"][kind]) / asked for each in pools]
 
-    for trace in ("chats", "agents"):
+    for trace in ("chats", "agents", "rewriting agents"):
         for hinted in ("one-off", "turns", "all"):
             assert min(gains(trace, hinted, "turn")) > 0.02
         assert max(gains(trace, "all", "turn")) > 0.15
+        sessions, everything = gains(trace, "sessions", "turn"), gains(trace, "all", "turn")
+        assert max(more - less for more, less in zip(sessions, everything, strict=True)) > 0.1
     assert min(gains("batch", "batch", "turn")) > 0.01
     urgent = [record["waiting"][policy]["median"]["urgent"] for policy in ("fcfs", "priority")]
     assert urgent[1] <= 2 < urgent[0]
