@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, StoppingCriteria
 
 from benchmarks.engine.stepping import (
-    MAX_NUM_BATCHED_TOKENS,
     Answers,
     BatchEngine,
     Prompts,
@@ -28,7 +27,7 @@ from kvframe import Engine, SamplingParams, Stack
 from kvframe.attention.layer import AttentionLayer
 
 PAGE_SIZE = 16
-"""Tokens of a page of transformers' continuous batching."""
+"""Tokens of a page of transformers' continuous batching on a CPU; on a GPU, pages have its default size."""
 
 
 class KVFrame(SteppedEngine):
@@ -42,7 +41,9 @@ class KVFrame(SteppedEngine):
         if setting.draft_model:
             drafts |= {"name": "draft_model", "model": setting.draft_model}
         model_options = {
+            "device": setting.device,
             "dtype": setting.dtype,
+            "graphs": "auto" if setting.graphs else "off",
             "compile": setting.is_compiled,
             **({"drafts": drafts} if setting.max_drafts else {}),
             **({"prefill_skipping": "decode_only"} if setting.is_skipping else {}),
@@ -50,7 +51,11 @@ class KVFrame(SteppedEngine):
         tables = {
             "cache": {"memory": setting.memory, "prefix_caching": setting.prefix_caching},
             "model": model_options,
-            "limits": {"max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS, "max_num_seqs": setting.max_num_seqs},
+            "limits": {
+                "max_num_batched_tokens": setting.max_num_batched_tokens,
+                "max_num_seqs": setting.max_num_seqs,
+                **({"max_model_len": setting.max_model_len} if setting.max_model_len else {}),
+            },
             "plugin": {"transformers": {"pack_weights": setting.is_packed}},
         }
         plugins, stack = plugins_of(Path(setting.path).name), Stack.from_mapping(tables)
@@ -91,9 +96,10 @@ class KVFrame(SteppedEngine):
         self._engine.close()
 
 
-def load_model(path: str, dtype: str) -> Any:
-    """Return a model of transformers that generates greedily and ignores end tokens."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+def load_model(setting: Setting, path: str = "") -> Any:
+    """Return a model of transformers, the setting's unless a path is given. It is greedy and ignores end tokens."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path or setting.path, dtype=getattr(torch, setting.dtype))
+    model = model.to(setting.device).eval()
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     return model
 
@@ -103,7 +109,7 @@ def make_sharing(settings: Sequence[Setting]) -> list[KVFrame]:
     if len(settings) == 1:
         return [KVFrame(settings[0])]
     silence_transformers()
-    model = load_model(settings[0].path, settings[0].dtype)
+    model = load_model(settings[0])
     weights = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     # An engine takes a model for itself, so each gets modules of its own around the weights.
     return [KVFrame(setting, copy.deepcopy(model, dict(weights))) for setting in settings]
@@ -115,7 +121,7 @@ class Transformers(BatchEngine):
     def __init__(self, setting: Setting) -> None:
         """Load a model."""
         silence_transformers()
-        self._model: Any = load_model(setting.path, setting.dtype)
+        self._model: Any = load_model(setting)
 
 
 class FirstToken(StoppingCriteria):
@@ -137,7 +143,7 @@ class Generate(Transformers):
         super().__init__(setting)
         self._options: dict[str, Any] = {}
         if setting.draft_model:
-            self._options["assistant_model"] = assistant = load_model(setting.draft_model, setting.dtype)
+            self._options["assistant_model"] = assistant = load_model(setting, setting.draft_model)
             assistant.generation_config.num_assistant_tokens = setting.max_drafts
         elif setting.max_drafts:
             self._options["prompt_lookup_num_tokens"] = setting.max_drafts
@@ -149,9 +155,11 @@ class Generate(Transformers):
         # Prompt lookup and an assistant model take one prompt at a time.
         for batch in [[prompt] for prompt in prompts] if self._options else [prompts]:
             first, longest = FirstToken(), max(map(len, batch))
+            padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in batch]
+            mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch]
             output = self._model.generate(
-                torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in batch]),
-                attention_mask=torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch]),
+                torch.tensor(padded, device=self._model.device),
+                attention_mask=torch.tensor(mask, device=self._model.device),
                 max_new_tokens=num_new_tokens,
                 stopping_criteria=[first],
                 return_dict_in_generate=True,
@@ -162,9 +170,13 @@ class Generate(Transformers):
             "tokens": tokens,
             "seconds": time.perf_counter() - start,
             "first_seconds": first.time - start,
+            "waits": [first.time - start] * len(prompts),
             "cpu_seconds": cpu_seconds() - cpu,
             "cache_bytes": sum(
-                state.nbytes for layer in output.past_key_values.layers for state in (layer.keys, layer.values)
+                state.nbytes
+                for layer in output.past_key_values.layers
+                for state in vars(layer).values()
+                if isinstance(state, torch.Tensor)
             ),
         }
 
@@ -176,10 +188,11 @@ class ContinuousBatching(Transformers):
         """Load a model and start the manager."""
         super().__init__(setting)
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # It misses optional packages.
+        page_size = PAGE_SIZE if setting.device == "cpu" else ContinuousBatchingConfig.page_size
         config = ContinuousBatchingConfig(
-            page_size=PAGE_SIZE,
-            num_blocks=setting.max_num_seqs * -(-setting.max_model_len // PAGE_SIZE + 1),
-            max_batch_tokens=MAX_NUM_BATCHED_TOKENS,
+            page_size=page_size,
+            num_blocks=setting.max_num_seqs * -(-setting.max_model_len // page_size + 1),
+            max_batch_tokens=setting.max_num_batched_tokens,
             allow_block_sharing=setting.prefix_caching,
         )
         self._running = self._model.continuous_batching_context_manager(
@@ -190,27 +203,39 @@ class ContinuousBatching(Transformers):
     def serve(self, prompts: Prompts, num_new_tokens: int) -> Served:
         """Add the requests and wait for all results."""
         start, cpu = time.perf_counter(), cpu_seconds()
-        names = self._manager.add_requests(inputs=[list(prompt) for prompt in prompts], max_new_tokens=num_new_tokens)
-        found: dict[str, list[int]] = {}
+        names = self._manager.add_requests(
+            inputs=[list(prompt) for prompt in prompts], max_new_tokens=num_new_tokens, record_timestamps=True
+        )
+        found: dict[str, Any] = {}
         while len(found) < len(names):
             result = self._manager.get_result(timeout=1)
             if result is None:
                 assert self._manager.is_running(), "the generation thread ended"
             elif result.is_finished():
                 assert result.error is None, result.error
-                found[result.request_id] = list(result.generated_tokens)
+                found[result.request_id] = result
         seconds = {"seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu}
-        return {"tokens": [found[name] for name in names], **seconds, "cache_bytes": None}
+        waits = [found[name].timestamps[0] - start for name in names]
+        return {
+            "tokens": [list(found[name].generated_tokens) for name in names],
+            **seconds,
+            "first_seconds": max(waits),
+            "waits": waits,
+            "cache_bytes": None,
+        }
 
     def close(self) -> None:
         """Stop the manager's thread."""
         self._running.__exit__(None, None, None)
 
 
-def load(system: str) -> tuple[dict[str, str], Answers]:
+def load(system: str, answers: type[Answers] = Answers) -> tuple[dict[str, str], Answers]:
     """Return the versions that a system's figures depend on, and the answering object."""
     package = system.partition(" ")[0]
-    if package == "kvframe":
-        return Answers.of(make_sharing, package)
-    make = ContinuousBatching if system == "transformers continuous batching" else Generate
-    return Answers.of(lambda settings: [make(each) for each in settings], package)
+    transformers = ContinuousBatching if system == "transformers continuous batching" else Generate
+
+    def make(settings: Sequence[Setting]) -> Sequence[BatchEngine]:
+        torch.cuda.empty_cache()  # The models of the last question were released.
+        return make_sharing(settings) if package == "kvframe" else [transformers(each) for each in settings]
+
+    return answers.of(make, package)

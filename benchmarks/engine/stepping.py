@@ -32,6 +32,9 @@ class Setting:
         is_compiled: Whether the engine compiles the model, if it can.
         is_packed: Whether kvframe keeps packed copies of weights; vLLM always packs them.
         is_skipping: Whether kvframe skips prompts in layers that only read other layers' caches.
+        device: Where the model runs.
+        max_num_batched_tokens: The most tokens of a step.
+        graphs: Whether kvframe replays graphs of its steps; transformers decides for itself.
     """
 
     path: str
@@ -46,6 +49,9 @@ class Setting:
     is_compiled: bool = False
     is_packed: bool = False
     is_skipping: bool = False
+    device: str = "cpu"
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+    graphs: bool = False
 
 
 STEP_PARTS = ("step", "host", "attention")
@@ -81,10 +87,11 @@ class BatchEngine(ABC):
         """Generate greedily until every request of a batch has its tokens.
 
         Returns:
-            ``tokens`` of each prompt; ``seconds`` of the batch; ``first_seconds`` until each request had a token;
-            ``cpu_seconds`` of all threads; ``cache_bytes``, the most bytes of the cache, where they are reported. An
-            engine that shows its steps adds ``first_attention_seconds``, a part of ``first_seconds``, and ``steps``: by
-            ``STEP_PARTS``, the seconds of each step in which every request got a token.
+            ``tokens`` of each prompt; ``seconds`` of the batch; ``first_seconds`` until each request had a token, and
+            ``waits`` for the first token of each prompt; ``cpu_seconds`` of all threads; ``cache_bytes``, the most
+            bytes of the cache, where they are reported. An engine that shows its steps adds
+            ``first_attention_seconds``, a part of ``first_seconds``, and ``steps``: by ``STEP_PARTS``, the seconds of
+            each step in which every request got a token.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -113,6 +120,7 @@ class SteppedEngine(BatchEngine):
     def serve(self, prompts: Prompts, num_new_tokens: int) -> Served:
         """Serve a batch and time its steps."""
         tokens: list[list[int]] = [[] for _ in prompts]
+        waits: dict[int, float] = {}
         steps: list[tuple[float, float, float]] = []
         first, first_attention = 0.0, 0.0
         start, cpu = time.perf_counter(), cpu_seconds()
@@ -123,6 +131,7 @@ class SteppedEngine(BatchEngine):
             passed = [end - start for start, end in zip(before, self._read(), strict=True)]
             for index, ids in new:
                 tokens[index] += ids
+                waits.setdefault(index, time.perf_counter() - start)
             if first:
                 if len(new) == len(prompts):
                     steps.append((passed[0], passed[0] - passed[1], passed[2]))
@@ -134,6 +143,7 @@ class SteppedEngine(BatchEngine):
             "tokens": tokens,
             "seconds": time.perf_counter() - start,
             "first_seconds": first,
+            "waits": [waits[index] for index in sorted(waits)],
             "cpu_seconds": cpu_seconds() - cpu,
             "first_attention_seconds": first_attention,
             "steps": dict(zip(STEP_PARTS, zip(*steps[WARM_STEPS:], strict=True), strict=False)),

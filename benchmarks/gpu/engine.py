@@ -5,13 +5,16 @@ The host's work costs nothing while the device works, so the host's time is the 
 
 from __future__ import annotations
 
+import re
 import statistics
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from kvframe_engine.requests.request import SamplingParams
 
@@ -22,25 +25,31 @@ from kvframe import Engine
 
 NUM_STEPS, WARM_STEPS = 24, 3
 """The number of timed steps, and of steps before them. As many steps as are timed are profiled afterwards."""
-GRAPHS = ("off", "decode", "decode, overlap")
-"""Without graphs; with a graph of the steps in which every request decodes; and with steps that overlap, too."""
+GRAPHS = ("off", "decode", "decode, overlap", "decode, overlap, compiled")
+"""Without graphs; with a graph of the steps in which every request decodes; with steps that overlap, too; and with a
+compiled model, too."""
+MAX_KERNELS = 12
+"""The number of kernels that are named, the longest first."""
 
 LARGE, TINY = "128 decodes at 1,024, 8 layers", "3 decodes at 20, 2 layers"
 WORKLOAD = Workload(name=LARGE, model="bench-llama-8b", num_prompts=128, shortest=1024, memory="8GiB")
 TINY_WORKLOAD = Workload(name=TINY, model="bench-llama-tiny", num_prompts=3, shortest=20, memory="8MiB")
 
 Found = dict[str, Any]
-"""The median ``seconds`` of a step, the mean ``busy_seconds`` in which the device works in a step, and the layers'
-``backends``. If the times could not be measured, both are None and ``reason`` says why."""
+"""The median ``seconds`` of a step, the mean ``busy_seconds`` in which the device works in a step, the seconds of its
+longest ``kernels`` in a step, and the layers' ``backends``. If the times could not be measured, both are None and
+``reason`` says why."""
 
 
 def not_measured(why: str) -> Found:
     """Return the figures of steps that could not be measured."""
-    return {"seconds": None, "busy_seconds": None, "backends": [], "reason": why}
+    return {"seconds": None, "busy_seconds": None, "kernels": {}, "backends": [], "reason": why}
 
 
-def measure_steps(workload: Workload, device: torch.device, backend: str = "auto") -> dict[str, Found]:
-    """Return the figures of steps without graphs, with one, and with overlap, by the names in ``GRAPHS``."""
+def measure_steps(
+    workload: Workload, device: torch.device, backend: str = "auto", modes: Sequence[str] = GRAPHS
+) -> dict[str, Found]:
+    """Return the figures of steps in some of the modes ``GRAPHS``, by their names."""
 
     def measured(path: Path, graphs: str) -> Found:
         try:
@@ -54,7 +63,7 @@ def measure_steps(workload: Workload, device: torch.device, backend: str = "auto
             return not_measured(in_a_sentence(problem))
 
     with tempfile.TemporaryDirectory() as folder:
-        return {graphs: measured(Path(folder), graphs) for graphs in GRAPHS}
+        return {graphs: measured(Path(folder), graphs) for graphs in modes}
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
@@ -68,14 +77,19 @@ def _measure(workload: Workload, path: Path, device: torch.device, graphs: str, 
             engine.step()
         # A step ends when the host has its tokens; if steps overlap, the device computes the next one then.
         seconds = statistics.median(timed(engine.step)[0] for _ in range(NUM_STEPS))
-        busy = busy_seconds(engine, device)
+        work = profile(lambda: [engine.step() for _ in range(NUM_STEPS)], device)
         runner: Any = engine
         replayed = runner._runner.graphs
         if graphs != "off" and (replayed is None or replayed.num_replays < NUM_STEPS):
             return not_measured("not replayed")
         backends = sorted({choice.backend for choice in engine.choices})
-    why = "" if busy else "no kernels were seen"
-    return {"seconds": seconds, "busy_seconds": busy or None, "backends": backends, "reason": why}
+    return {
+        "seconds": seconds,
+        "busy_seconds": work.busy_seconds / NUM_STEPS or None,
+        "kernels": {name: each / NUM_STEPS for name, each in work.longest_kernels()},
+        "backends": backends,
+        "reason": "" if work.busy_seconds else "no kernels were seen",
+    }
 
 
 @contextmanager
@@ -87,6 +101,7 @@ def decoding(workload: Workload, path: Path, device: torch.device, graphs: str, 
             "device": str(device),
             "dtype": str(dtype_on(device)).removeprefix("torch."),
             "graphs": "off" if graphs == "off" else [count],
+            "compile": "compiled" in graphs,
         },
         "limits": {
             "max_num_seqs": count,
@@ -108,25 +123,46 @@ def decoding(workload: Workload, path: Path, device: torch.device, graphs: str, 
         yield engine
 
 
-def busy_seconds(engine: Engine, device: torch.device) -> float:
-    """Return the mean time in which the device works in a step; on a CPU, this is the whole step."""
+@attrs.frozen
+class Work:
+    """What a device did while a function ran.
 
-    def run() -> None:
-        for _ in range(NUM_STEPS):
-            engine.step()
+    Attributes:
+        busy_seconds: The time in which it worked.
+        kernels: The seconds of each kernel and kind of copy, by name; empty on a CPU.
+    """
 
+    busy_seconds: float
+    kernels: Mapping[str, float]
+
+    def longest_kernels(self) -> list[tuple[str, float]]:
+        """Return the names and seconds of the kernels that took the most time, the longest first."""
+        return sorted(self.kernels.items(), key=lambda item: -item[1])[:MAX_KERNELS]
+
+
+def profile(run: Callable[[], object], device: torch.device) -> Work:
+    """Run a function and return what the device did meanwhile. A CPU works the whole time."""
     if device.type != "cuda":
-        return timed(run)[0] / NUM_STEPS
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        return Work(timed(run)[0], {})
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
         run()
         torch.cuda.synchronize(device)
-    events: Iterable[Any] = profile.events() or ()
-    at_work = [
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
-    ]
-    return covered(at_work) / NUM_STEPS
+    events: Iterable[Any] = profiled.events() or ()
+    intervals = []
+    kernels: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False):
+            interval = (event.time_range.start, event.time_range.end)
+            intervals.append(interval)
+            kernels[short_name(event.name)] += (interval[1] - interval[0]) / 1e6
+    return Work(covered(intervals), kernels)
+
+
+def short_name(kernel: str) -> str:
+    """Return a kernel's name without its result, namespaces and arguments; with the operation of torch's kernels."""
+    name = re.split(r"[<(]", re.sub(r"\(anonymous namespace\)::", "", kernel).removeprefix("void "), maxsplit=1)[0]
+    operation = re.search(r"\w*Functor\w*|\w+_kernel_cuda", kernel)
+    return f"{name.strip().rpartition('::')[2]}{f' ({operation[0]})' if operation else ''}"
 
 
 def covered(times: Sequence[tuple[float, float]]) -> float:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     Gemma3ForCausalLM,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
@@ -103,22 +105,48 @@ def _llama(
     LlamaForCausalLM(config).save_pretrained(path)
 
 
-def _gemma3(path: Path, types: str, window: int) -> None:
+def _gemma3(path: Path, types: str, window: int, **sizes: int) -> None:
+    small = {
+        "vocab_size": 256,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
     config = Gemma3TextConfig(
         num_hidden_layers=len(types),
         layer_types=["sliding_attention" if kind == "w" else "full_attention" for kind in types],
         sliding_window=window,
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=2048,
         initializer_range=0.1,
+        dtype=torch.get_default_dtype(),
+        **{**small, **sizes},
         **WITHOUT_END,
     )
     Gemma3ForCausalLM(config).save_pretrained(path)
+
+
+def _bamba(
+    path: Path, layers: int, attention: Sequence[int], vocab_size: int, hidden: int, mlp: int, heads: int
+) -> None:
+    config = BambaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        attn_layer_indices=[*attention],
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        mamba_n_heads=2 * heads,
+        mamba_d_head=hidden // heads,
+        mamba_d_state=128 if hidden >= 1024 else 16,
+        max_position_embeddings=2048,
+        initializer_range=0.05,
+        dtype=torch.get_default_dtype(),
+        **WITHOUT_END,
+    )
+    BambaForCausalLM(config).save_pretrained(path)
 
 
 def _gemma3n(path: Path, types: str, shared: int, window: int, hidden: int, mlp: int, vocab_size: int) -> None:
@@ -187,6 +215,23 @@ RANDOM: Mapping[str, Callable[[Path], None]] = {
     "bench-llama-8b": partial(
         _llama, vocab_size=32768, hidden=4096, mlp=14336, layers=8, heads=32, kv_heads=8, longest=4096
     ),
+    # The sizes of Llama 3.2 and Gemma 3 with a billion parameters, and a hybrid of states and attention of that size.
+    "bench-llama-1b": partial(_llama, vocab_size=32768, hidden=2048, mlp=8192, layers=16, heads=32, kv_heads=8),
+    "bench-gemma3-1b": partial(
+        _gemma3,
+        types=(5 * "w" + "f") * 4 + "ww",
+        window=512,
+        vocab_size=32768,
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+    ),
+    "bench-bamba-1b": partial(
+        _bamba, layers=24, attention=(5, 11, 17, 23), vocab_size=32768, hidden=2048, mlp=8192, heads=32
+    ),
+    "bench-bamba-tiny": partial(_bamba, layers=3, attention=(1,), vocab_size=256, hidden=64, mlp=128, heads=4),
     # The last layers share the keys and values of earlier ones; w is a layer with a window, f one without.
     "bench-gemma3n": partial(_gemma3n, types=2 * "wwwwf", shared=4, window=512, hidden=128, mlp=512, vocab_size=1024),
     "bench-gemma3n-tiny": partial(_gemma3n, types=3 * "wf", shared=2, window=16, hidden=64, mlp=96, vocab_size=128),

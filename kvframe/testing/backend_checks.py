@@ -73,12 +73,13 @@ def backend_checks(
     """Return the checks of a backend.
 
     The arguments are the attributes of ``BackendTests``; ``whole`` asks for every case and run, instead of a sample in
-    which every feature occurs, and ``keeps`` says whether a case is checked.
+    which every feature occurs, and ``keeps`` says whether a case is checked; a run is, if all its layers are.
     """
     capabilities, form = backend_class.capabilities, form_of(backend_class)
     cases = [case for case in make_cases(capabilities, device, chains, form, formats) if keeps(case)]
     runs = make_runs(capabilities, device, form, formats)
     runs = tuple(run for run in runs if run_kinds is None or run.kind in run_kinds)
+    runs = tuple(run for run in runs if all(keeps(run.case(layer, 0)) for layer in run.layers))
     if not cases or not runs:
         raise ConformanceError(f"backend {name or backend_class.__name__!r}: no case or no run is left to check")
     sampled, where = sample(cases, together), runs_on or device

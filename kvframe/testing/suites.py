@@ -128,7 +128,7 @@ class BackendTests(KitTests):
     writes_out: ClassVar[bool] = False
 
     def keeps(self, case: Case) -> bool:
-        """Return whether a case is tested; a backend that takes long for some cases overrides it."""
+        """Return whether a case is tested, and a layer of a run. A backend that takes long for some overrides it."""
         return True
 
     def why_not(self) -> str | None:

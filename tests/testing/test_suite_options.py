@@ -30,7 +30,8 @@ class Unusable(BackendTests):
     device = "cuda"
 
     def keeps(self, case: Case) -> bool:
-        return case.name in ("full-block=16-decode", "full-block=16-mixed", "window=5-block=16-mixed")
+        is_of_a_run = " in step " in case.name
+        return is_of_a_run or case.name in ("full-block=16-decode", "full-block=16-mixed", "window=5-block=16-mixed")
 
 
 class OnAStandIn(Unusable):
@@ -41,6 +42,19 @@ class OnAStandIn(Unusable):
 
 class Whole(OnAStandIn):
     always_whole = True
+
+
+class OfSmallHeads(Whole):
+    def keeps(self, case: Case) -> bool:
+        return " in step " not in case.name or case.query.head_size == 64
+
+
+def test_a_run_is_left_out_if_a_layer_of_it_is_not_kept() -> None:
+    names = [
+        check.name for check in OfSmallHeads().make_checks(whole=False).checks if check.name.startswith("run-head")
+    ]
+    assert names
+    assert all(name.startswith("run-head_size=64") for name in names)
 
 
 def test_a_backend_that_cannot_run_here_is_skipped_with_its_reason() -> None:
