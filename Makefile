@@ -52,7 +52,7 @@ whole: $(READY) ## all cases of the grids of which usual runs compute a part; ta
 	$(BIN)/pytest -n $(TESTERS) --dist worksteal -m whole --hypothesis-profile=whole --timeout 3600
 
 docs: $(READY) ## build the documentation as a site in build/site, with a page of each public name
-	$(BIN)/sphinx-build -q -W --keep-going -b html -c docs . build/site
+	$(BIN)/sphinx-build -j $(JOBS) -q -W --keep-going -b html -c docs . build/site
 	@echo "open build/site/index.html"
 
 site: $(READY) ## check the built site in Chromium, on wide and narrow screens, light and dark

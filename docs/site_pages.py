@@ -64,7 +64,8 @@ def _sections(pages: str) -> Iterator[str]:
     for section in pages.split("\n## ")[1:]:
         heading, _, text = section.partition("\n")
         linked = [line.partition("): ")[0] for line in text.splitlines() if line[:1].isdigit()]
-        entries = re.findall(r"\]\(([\w./-]+)\.md", "\n".join(linked))
+        links = re.findall(r"\[([^]]+)\]\(([\w./-]+)\.md", "\n".join(linked))
+        entries = [f"{text.replace('`', '')} <{page}>" for text, page in links]
         yield _toctree(heading.partition(" (")[0], *entries)
     yield _toctree("The plugins of this repository", "../plugins/*/README", "../kernels/README")
     yield _toctree("Measurements", "../benchmarks/README", "../benchmarks/gpu/notes", "../benchmarks/results/*")

@@ -1,6 +1,6 @@
 """Write the commands in command_line.md, with their arguments and options, from the commands themselves.
 
-python docs/command_tables.py
+python docs/commands.py
 """
 
 from __future__ import annotations
@@ -43,26 +43,24 @@ def _section(context: click.Context, package: str) -> Iterator[str]:
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     yield f"```text\n{usage}\n```\n"
     yield f"From the package `{package}`.\n"
-    yield "| option | what it says |\n| --- | --- |"
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
         if isinstance(parameter, click.Option) and record is not None and "--help" not in parameter.opts:
             names, text = record
             said, _, extra = f"  {text}".partition("  [")
             limits = [f"`{each}`" for each in extra.removesuffix("]").split("; ") if each]
-            what = " ".join([*said.split(), *limits])
-            yield f"| `{names}` | {what} |".replace(names, names.replace("|", "\\|"))
+            yield f"- `{names}`: {' '.join([_plain(said), *limits]).strip()}"
     yield ""
 
 
 def _paragraphs(text: str) -> Iterator[str]:
     for paragraph in re.split(r"\n\s*\n", text.replace("\b", "").strip()):
-        yield _cell(" ".join(paragraph.split()))
+        yield _plain(paragraph)
 
 
-def _cell(text: str) -> str:
-    """Return text in which nothing but code is marked up."""
-    return re.sub(r"([<>*])", r"\\\1", text)
+def _plain(text: str) -> str:
+    """Return text on one line, in which nothing but code is marked up."""
+    return re.sub(r"([<>*])", r"\\\1", " ".join(text.split()))
 
 
 if __name__ == "__main__":
