@@ -57,7 +57,9 @@ def _change_source(app: Any, document: str, content: list[str]) -> None:
     # READMEs of packages have whole addresses, because the package index shows them too.
     content[0] = content[0].replace(f"]({_SOURCE}/blob/main/", "](/")
     if document == root_doc:
-        content[0] += site_pages.toctrees((_ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
+        pages = _ROOT / "docs" / "README.md"
+        app.env.note_dependency(pages)
+        content[0] += site_pages.toctrees(pages.read_text(encoding="utf-8"))
     if document == "docs/reference":
         content[0] = reference.link_to_pages(content[0])
 

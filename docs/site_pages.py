@@ -20,7 +20,7 @@ class SiteBuilder(StandaloneHTMLBuilder):
     def __init__(self, app: Any, env: Any) -> None:
         """Begin without pages."""
         super().__init__(app, env)
-        self._lists_beside_names: dict[str, str] = {}
+        self._lists_of_folders: dict[tuple[Path, str], str] = {}
 
     def get_target_uri(self, docname: str, typ: str | None = None) -> str:
         """Return the address of a page."""
@@ -31,13 +31,14 @@ class SiteBuilder(StandaloneHTMLBuilder):
         return super().get_output_path(self._at_root(page_name))
 
     def _get_local_toctree(self, docname: str, collapse: bool = True, **options: Any) -> str:
-        # Pages of names are in no list of pages, so the list beside them is the same. Made once, it saves much time.
-        if not docname.startswith("docs/api/"):
+        # Pages of names and of their source are in no list of pages. So the list beside those of one folder is the
+        # same, and making it is most of the work of writing such a page.
+        if not docname.startswith(("docs/api/", "_modules/")):
             return super()._get_local_toctree(docname, collapse, **options)
-        key = str((collapse, options))
-        if key not in self._lists_beside_names:
-            self._lists_beside_names[key] = super()._get_local_toctree(docname, collapse, **options)
-        return self._lists_beside_names[key]
+        key = (Path(docname).parent, str((collapse, options)))
+        if key not in self._lists_of_folders:
+            self._lists_of_folders[key] = super()._get_local_toctree(docname, collapse, **options)
+        return self._lists_of_folders[key]
 
     def _at_root(self, page: str) -> str:
         return _AT_ROOT if page == self.config.root_doc else page
