@@ -25,7 +25,6 @@ from .cache.layout import GroupLayout as GroupLayout
 from .cache.layout import Need as Need
 from .cache.manager import KVCacheManager as KVCacheManager
 from .cache.prefix_lookup import Pin as Pin
-from .cache.radix_tree import RangedTokens as RangedTokens
 from .cache.stats import FoundPrefix as FoundPrefix
 from .cache.stats import GroupLookups as GroupLookups
 from .cache.stats import KVCacheStats as KVCacheStats

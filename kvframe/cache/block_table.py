@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvframe.cache.input_index import InputBlocks, Namespace
 from kvframe.cache.live_range import NEVER, LiveRange
-from kvframe.contract.specs import TOKENS, KVCacheSpec, TokenRange
+from kvframe.contract.specs import TOKENS, KVCacheSpec
 from kvframe.planning.answers import Answers
 from kvframe.planning.memory import allocating
 from kvframe.planning.plan import KVCachePlan, PlannedGroup
@@ -187,7 +187,6 @@ class RowState:
         inputs: Its blocks in the groups of inputs.
         missing_inputs: The inputs whose state is not computed.
         branch: The length of the prefix that an earlier request has too, if it is longer than the hit; otherwise 0.
-        ranges: Ranges of its tokens that see each other in both directions. No published prefix ends within one.
         first_tokens: Once it gave up tokens of its prompt, by group, the first token that it still has. It publishes
             nothing more then, because what it computes depends on its choice.
     """
@@ -197,7 +196,6 @@ class RowState:
     inputs: tuple[InputBlocks, ...] = ()
     missing_inputs: frozenset[str] = frozenset()
     branch: int = 0
-    ranges: Sequence[TokenRange] = ()
     first_tokens: Mapping[int, int] = attrs.field(factory=dict)
 
 

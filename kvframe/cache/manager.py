@@ -33,14 +33,13 @@ from kvframe.cache.host_tier import HostTier
 from kvframe.cache.input_index import InputBlocks, InputSequence, Namespace, input_blocks, inputs_root
 from kvframe.cache.layout import CacheLayout
 from kvframe.cache.prefix_lookup import NO_HIT, Pin, Pins, PrefixCache, PrefixHit, found_prefix
-from kvframe.cache.radix_tree import NO_MATCH, before_range
+from kvframe.cache.radix_tree import NO_MATCH
 from kvframe.cache.stats import FoundPrefix, GroupLookups, KVCacheStats
 from kvframe.cache.stored_prefix import PrefixBlocks, block_keys, prefix_blocks
 from kvframe.cache.swap import FetchPages, StoredRow, Swapper
 from kvframe.contract.errors import RequestError
 from kvframe.contract.eviction import LRU, EvictionPolicy
 from kvframe.contract.foreign import safe_repr
-from kvframe.contract.specs import TokenRange
 from kvframe.planning.plan import KVCachePlan
 
 
@@ -168,7 +167,6 @@ class KVCacheManager:
         salt: str = "",
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
-        ranges: Sequence[TokenRange] = (),
         num_prompt_tokens: int | None = None,
     ) -> int:
         """Add a request to the table, referencing its longest cached prefix and its cached inputs.
@@ -182,8 +180,6 @@ class KVCacheManager:
             salt: As in every verb.
             use_prefix: Whether to look for a cached prefix, and for cached inputs.
             inputs: As in every verb.
-            ranges: Ranges of tokens, sorted and disjoint, that see each other in both directions: no prefix ends within
-                one. Give ``RangedTokens`` with them, so that no prompt with other ranges has the same tokens.
             num_prompt_tokens: How many of its first tokens are the prompt, if layers keep a part of prompts: its hit is
                 shorter than the prompt. None for all tokens.
 
@@ -197,12 +193,13 @@ class KVCacheManager:
         self._check_new(request_id)
         row = self._rows.next_free()
         namespace, blocks_of_inputs = self._check_prompt(token_ids, salt, inputs)
-        entry = Entry(namespace, token_ids, blocks_of_inputs, ranges=ranges, row=row, num_resets=self._num_resets)
+        entry = Entry(namespace, token_ids, blocks_of_inputs, row=row, num_resets=self._num_resets)
         hit = NO_HIT
         if self.prefix_caching and use_prefix:
             # What other requests computed after their prompts' ends is no state of a request that gave up tokens.
             num_known = num_prompt_tokens if num_prompt_tokens and self.tables.first_tokens else len(token_ids)
-            hit = self._find_hit(namespace, token_ids, min(num_known, len(token_ids)) - 1, blocks_of_inputs, ranges)
+            max_tokens = min(num_known, len(token_ids)) - 1
+            hit = self._cache.find_prefix(namespace, token_ids, max_tokens, blocks_of_inputs)
             entry.uncounted, entry.asked_tokens = hit, len(token_ids)
         self._coordinator.start_row(row, entry, hit)
         self._rows.take()
@@ -271,7 +268,7 @@ class KVCacheManager:
             )
 
     def find(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> int:
-        """Return how many tokens ``start`` would find cached of a prompt without ranges."""
+        """Return how many tokens ``start`` would find cached of a prompt."""
         namespace, blocks_of_inputs = self._check_prompt(token_ids, salt, inputs)
         return self._cache.find_prefix(namespace, token_ids, len(token_ids) - 1, blocks_of_inputs).num_tokens
 
@@ -557,7 +554,6 @@ class KVCacheManager:
         *,
         salt: str = "",
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
-        ranges: Sequence[TokenRange] = (),
         checks_capacity: bool = True,
     ) -> Pin:
         """Keep the longest cached prefix of tokens, all of them at most, and the cached inputs.
@@ -568,7 +564,6 @@ class KVCacheManager:
             token_ids: As in every verb, or none: an input can be pinned without a token.
             salt: As in every verb.
             inputs: As in every verb.
-            ranges: As for ``start``; of two prefixes whose ranges begin alike, one is kept up to its range only.
             checks_capacity: Whether to refuse a pin that leaves too few pages for a request. False only for a pin that
                 is released before the next ``extend``.
 
@@ -576,7 +571,7 @@ class KVCacheManager:
             RequestError: The plan's longest request would no longer fit beside all pins (``no_capacity``).
         """
         namespace, blocks_of_inputs = self._check_prompt(token_ids, salt, inputs, min_tokens=0)
-        hit = self._find_hit(namespace, token_ids, len(token_ids), blocks_of_inputs, ranges)
+        hit = self._cache.find_prefix(namespace, token_ids, len(token_ids), blocks_of_inputs)
         return self._pins.pin_prefix(hit, checks_capacity=checks_capacity)
 
     def restore(
@@ -587,7 +582,6 @@ class KVCacheManager:
         *,
         salt: str = "",
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
-        ranges: Sequence[TokenRange] = (),
     ) -> Pin | None:
         """Cache a prefix whose pages are outside of the pool, as if it had been computed here, and pin it.
 
@@ -600,7 +594,6 @@ class KVCacheManager:
             fetch: Copies pages.
             salt: As in every verb.
             inputs: As in every verb.
-            ranges: As for ``pin``.
 
         Returns:
             None if the pool has too few pages now.
@@ -612,24 +605,10 @@ class KVCacheManager:
         """
         row = self._rows.next_free()
         namespace, blocks_of_inputs = self._check_prompt(token_ids, salt, inputs, min_tokens=0)
-        state = RowState(namespace, token_ids, blocks_of_inputs, ranges=ranges)
+        state = RowState(namespace, token_ids, blocks_of_inputs)
         if not self._swapper.restore_prefix(row, state, copies, fetch, is_caching=self.prefix_caching):
             return None
-        return self.pin(token_ids, salt=salt, inputs=inputs, ranges=ranges, checks_capacity=False)
-
-    def _find_hit(
-        self,
-        namespace: Namespace,
-        token_ids: Sequence[int],
-        max_tokens: int,
-        blocks_of_inputs: tuple[InputBlocks, ...],
-        ranges: Sequence[TokenRange],
-    ) -> PrefixHit:
-        """Return the cached blocks of the first ``max_tokens`` tokens, and of inputs; no hit ends within a range."""
-        hit = self._cache.find_prefix(namespace, token_ids, max_tokens, blocks_of_inputs)
-        while ranges and (max_tokens := before_range(ranges, hit.num_tokens)) < hit.num_tokens:
-            hit = self._cache.find_prefix(namespace, token_ids, max_tokens, blocks_of_inputs)
-        return hit
+        return self.pin(token_ids, salt=salt, inputs=inputs, checks_capacity=False)
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin, if it is held; its pages stay cached until they are evicted."""
@@ -696,7 +675,6 @@ class KVCacheManager:
         secret: bytes,
         salt: str = "",
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
-        ranges: Sequence[TokenRange] = (),
         num_prompt_tokens: int | None = None,
         known: PrefixBlocks | None = None,
     ) -> PrefixBlocks:
@@ -707,7 +685,6 @@ class KVCacheManager:
             secret: 32 bytes, for the keys.
             salt: As in every verb.
             inputs: As in every verb.
-            ranges: As for ``start``.
             num_prompt_tokens: As for ``start``.
             known: An earlier result for the same request, whose keys need not be made again.
         """
@@ -715,12 +692,12 @@ class KVCacheManager:
         namespace, blocks_of_inputs = self._check_prompt(token_ids, salt, inputs)
         num_known = num_prompt_tokens if num_prompt_tokens and self.tables.first_tokens else len(token_ids)
         max_tokens = min(num_known, len(token_ids)) - 1
-        hit = self._find_hit(namespace, token_ids, max_tokens, blocks_of_inputs, ranges)
+        hit = self._cache.find_prefix(namespace, token_ids, max_tokens, blocks_of_inputs)
         if known is not None:
             keys = known.keys
         else:
             keys = block_keys(self._kinds, secret, namespace, token_ids, max_tokens, blocks_of_inputs)
-        return prefix_blocks(self._cache, self._kinds, hit, keys, max_tokens, blocks_of_inputs, ranges)
+        return prefix_blocks(self._cache, self._kinds, hit, keys, max_tokens, blocks_of_inputs)
 
     check_salt = staticmethod(check_salt)
 

@@ -15,7 +15,7 @@ from kvframe.cache.block_order import BlockIds, Groups, of_groups
 from kvframe.cache.block_pool import NO_OWNER
 from kvframe.cache.block_table import GroupKinds, RowNumbers
 from kvframe.cache.live_range import NEVER, Positions
-from kvframe.cache.radix_tree import Match, RadixNode, RadixTree, as_bytes, before_range, num_readable, whole_ranges
+from kvframe.cache.radix_tree import Match, RadixNode, RadixTree, as_bytes, num_readable
 from kvframe.contract.errors import RequestError
 
 
@@ -167,8 +167,6 @@ class Publisher:
 
     def _publish_tokens(self, cursor: _Cursor, row: int) -> None:
         """Follow a row's tokens after the offset through the tree, and add a leaf for those that it does not have."""
-        if self._states[row].ranges:
-            self._stop_within_range(cursor, row)
         end = self._end_of(cursor, row)
         node, offset = self._find_offset(cursor, row)
         tokens = self._states[row].token_ids
@@ -192,15 +190,6 @@ class Publisher:
                     self._leaf_start[lower.row] = offset
         cursor.node, cursor.offset = node, max(end, cursor.offset)
         self._next_publication[row] = cursor.next_publication(self._tree.unit)
-
-    def _stop_within_range(self, cursor: _Cursor, row: int) -> None:
-        """Stop publishing a row before a range within which its tokens begin to differ from another request's."""
-        end, state = self._end_of(cursor, row), self._states[row]
-        num_known = self._tree.match_prefix(state.namespace, state.token_ids, end).length
-        if num_known < end:
-            start = before_range(state.ranges, num_known)
-            if start < num_known:
-                cursor.stop = min(cursor.stop, start)
 
     def _find_offset(self, cursor: _Cursor, row: int) -> tuple[RadixNode, int]:
         """Return the node that a cursor's offset lies in, and the offset; the root and 0 if the node was removed."""
@@ -387,8 +376,7 @@ class Publisher:
     def _end_of(self, cursor: _Cursor, row: int) -> int:
         """Return the number of a row's first tokens whose blocks can be published."""
         end = min(self._num_computed.item(row), cursor.stop)
-        ranges = self._states[row].ranges
-        return whole_ranges(ranges, end, self._tree.unit) if ranges else end - end % self._tree.unit
+        return end - end % self._tree.unit
 
     def _stop_at_unreadable(self, cursor: _Cursor, row: int, error: RequestError) -> None:
         """Stop publishing a row at its first token that cannot be read, and unpublish its later blocks."""

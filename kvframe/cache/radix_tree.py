@@ -3,17 +3,15 @@
 There is one tree over token ids for each salt and set of inputs. Tokens are compared, not hashed, so that two prompts
 that differ never share a block. A node is a run of tokens without a branch, with the pages of the blocks that end in
 it. The leaf of a running request grows with the request, and is updated when it is read. A node stays until it has
-neither pages nor children. No prefix ends within a range of tokens that see each other in both directions.
+neither pages nor children.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import itemgetter
-from typing import ClassVar, NamedTuple, overload
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -25,10 +23,8 @@ from kvframe.cache.block_table import TableStack
 from kvframe.cache.input_index import Namespace
 from kvframe.cache.live_range import LiveRange
 from kvframe.contract.errors import RequestError
-from kvframe.contract.specs import TokenRange
 
 TOKEN_BYTES = 4
-_ID_BITS = 19
 
 
 @attrs.define(eq=False, repr=False, weakref_slot=False)
@@ -286,68 +282,3 @@ def _unreadable(tokens: Sequence[int], index: int) -> RequestError:
     else:
         why = f"there are {index} token ids of more tokens that are computed; give them all"
     return RequestError(why, code="bad_token")
-
-
-def before_range(ranges: Sequence[TokenRange], stop: int) -> int:
-    """Return the start of the range that tokens ``[0, stop)`` would divide; ``stop`` if they divide none."""
-    index = bisect_left(ranges, stop, key=itemgetter(0)) - 1
-    return ranges[index][0] if index >= 0 and ranges[index][0] < stop < ranges[index][1] else stop
-
-
-def whole_ranges(ranges: Sequence[TokenRange], stop: int, unit: int) -> int:
-    """Return the most tokens up to ``stop``, a multiple of ``unit``, that divide no range."""
-    stop -= stop % unit
-    while (start := before_range(ranges, stop)) < stop:
-        stop = start - start % unit
-    return stop
-
-
-class RangedTokens(Sequence[int]):
-    """A request's tokens as the prefix cache compares them: the first token of each range contains the range's length.
-
-    The state of each token in a range depends on all tokens of the range, and on its length. So no prefix that ends
-    within a range is found or published.
-
-    Attributes:
-        MOST_TOKEN_ID: The highest token id with which a range may begin.
-        MOST_RANGE: The most tokens of a range.
-    """
-
-    MOST_TOKEN_ID: ClassVar[int] = (1 << _ID_BITS) - 1
-    MOST_RANGE: ClassVar[int] = (1 << (31 - _ID_BITS)) - 1
-    before_range = staticmethod(before_range)
-    whole_ranges = staticmethod(whole_ranges)
-
-    def __init__(self, token_ids: array[int], ranges: Sequence[TokenRange]) -> None:
-        """Mark tokens.
-
-        Args:
-            token_ids: The tokens, below ``2**31``; their owner appends to them.
-            ranges: Sorted and disjoint, all among the tokens, of at most ``MOST_RANGE`` tokens each; the first one of
-                each is at most ``MOST_TOKEN_ID``.
-        """
-        self._token_ids = token_ids
-        self._starts = [start for start, _ in ranges]
-        self._marked = [1 << 31 | (stop - start) << _ID_BITS | token_ids[start] for start, stop in ranges]
-
-    def __len__(self) -> int:
-        return len(self._token_ids)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> array[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | array[int]:
-        if not isinstance(index, slice):
-            position = range(len(self))[index]
-            return self[position : position + 1][0]
-        positions, tokens = range(len(self))[index], self._token_ids[index]
-        if len(positions):
-            low, high = sorted((positions[0], positions[-1]))
-            span = slice(bisect_left(self._starts, low), bisect_right(self._starts, high))
-            for position, marked in zip(self._starts[span], self._marked[span], strict=True):
-                if position in positions:
-                    tokens[positions.index(position)] = marked
-        return tokens

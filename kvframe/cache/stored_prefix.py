@@ -17,8 +17,6 @@ from kvframe.cache.events import input_key, prefix_keys
 from kvframe.cache.input_index import InputBlocks, Namespace
 from kvframe.cache.live_range import LiveRange, longest_common_prefix
 from kvframe.cache.prefix_lookup import PrefixCache, PrefixHit
-from kvframe.cache.radix_tree import before_range
-from kvframe.contract.specs import TokenRange
 from kvframe.planning.plan import PlannedGroup
 
 Present = npt.NDArray[np.bool_]
@@ -38,7 +36,6 @@ class PrefixBlocks:
         live: For each group of tokens, when its blocks die.
         alignment: Prefixes are multiples of it.
         most: The most tokens of a prefix.
-        ranges: The ranges of tokens that no prefix divides.
     """
 
     keys: Sequence[Sequence[bytes]]
@@ -49,7 +46,6 @@ class PrefixBlocks:
     live: Mapping[int, LiveRange]
     alignment: int
     most: int
-    ranges: Sequence[TokenRange]
 
     @property
     def lacks_inputs(self) -> bool:
@@ -74,10 +70,7 @@ class PrefixBlocks:
         if not all(present[group.index].all() for group in self.groups if group.is_of_input):
             return None
         group_pages = [(live, present[group].astype(np.int32)) for group, live in self.live.items()]
-        num_tokens = longest_common_prefix(group_pages, self.alignment, self.most) if group_pages else 0
-        while (max_tokens := before_range(self.ranges, num_tokens)) < num_tokens:
-            num_tokens = longest_common_prefix(group_pages, self.alignment, max_tokens)
-        return num_tokens
+        return longest_common_prefix(group_pages, self.alignment, self.most) if group_pages else 0
 
     def needed(self, num_tokens: int) -> list[Present]:
         """Return per group, which blocks a request needs to continue after its first ``num_tokens`` tokens."""
@@ -99,7 +92,6 @@ def prefix_blocks(
     keys: Sequence[Sequence[bytes]],
     max_tokens: int,
     inputs: Sequence[InputBlocks],
-    ranges: Sequence[TokenRange],
 ) -> PrefixBlocks:
     """Return the blocks of a request's inputs and of its first ``max_tokens`` tokens.
 
@@ -110,7 +102,6 @@ def prefix_blocks(
         keys: The keys of its blocks (``block_keys``).
         max_tokens: The most tokens of a prefix.
         inputs: The blocks of its inputs.
-        ranges: Its ranges of tokens that no prefix divides.
     """
     plan = kinds.plan
     pages = cache.tree.pages_of(hit.match, max_tokens)
@@ -130,7 +121,6 @@ def prefix_blocks(
         live=kinds.live,
         alignment=plan.alignment,
         most=max_tokens,
-        ranges=ranges,
     )
 
 

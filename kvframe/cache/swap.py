@@ -19,7 +19,7 @@ from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.host_pages import HostPages
 from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.prefix_lookup import PrefixCache
-from kvframe.cache.radix_tree import NO_MATCH, as_bytes, before_range, num_readable
+from kvframe.cache.radix_tree import NO_MATCH, as_bytes, num_readable
 from kvframe.contract.errors import RequestError
 
 FetchPages = Callable[[int, Sequence[int], Sequence[int]], None]
@@ -169,9 +169,6 @@ class Swapper:
         except RequestError:
             # The request published no block from its first unreadable token on.
             match = tree.match_prefix(state.namespace, state.token_ids, min(num_tokens, num_readable(state.token_ids)))
-        if (start := before_range(state.ranges, match.length)) < match.length:
-            # The state of a range depends on all its tokens. Those before its start are known.
-            match = tree.match_prefix(state.namespace, state.token_ids, start)
         stack_pages = tree.pages_of(match, match.length)
         for group, (s, g) in tree.stack_indices.items():
             pages = stack_pages[s][g][: len(cached_pages[group])]

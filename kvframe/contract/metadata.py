@@ -59,8 +59,8 @@ them. No layer needs it, so a host may leave it out, and kvframe's own engine do
 RANGE_ENDS = "range_ends"
 """Extension ``[num_tokens], int32``, with a copy on the host: for each new token, the token after the last one of the
 range of its prompt that it lies in, or 0. It sees the later tokens of its range, beside those that the mask shows. A
-step computes such a range as a whole. Steps have this if a prompt of theirs states such ranges, and only if every
-backend that attends to requests' own tokens declares the mask ``ranges``."""
+step computes such a range as a whole. Steps have this if a model's prompts are such ranges, and only if every backend
+that attends to requests' own tokens declares the mask ``ranges``."""
 
 
 def change_extensions(

@@ -247,7 +247,9 @@ class Setup:
     @property
     def caches_prefixes(self) -> bool:
         """Whether later requests find the prefixes of earlier ones."""
-        return self.stack.cache.prefix_caching and not self.grouping.whole_prompts
+        # The state of a token of a bidirectional prompt depends on the whole prompt, so no other prompt can use it.
+        has_prefixes = not self.grouping.whole_prompts and not self.description.bidirectional_prompts
+        return self.stack.cache.prefix_caching and has_prefixes
 
     def tiers(self) -> list[TierCapacity]:
         """Return what host memory and the page stores hold, in the order in which they are asked.

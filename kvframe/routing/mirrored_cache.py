@@ -10,8 +10,7 @@ from kvframe.cache.events import DEVICE, BlocksStored, CacheCleared, CacheEvent,
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.layout import CacheLayout, GroupLayout
 from kvframe.cache.live_range import LiveRange, Pages, longest_common_prefix
-from kvframe.cache.radix_tree import before_range
-from kvframe.contract.specs import TOKENS, TokenRange
+from kvframe.contract.specs import TOKENS
 
 Keys = Mapping[tuple[int, str], Sequence[bytes]]
 """The keys of a prompt's blocks, and of its inputs' blocks, by block size and sequence."""
@@ -29,11 +28,10 @@ class MirroredCache:
         keys: Keys,
         most: int,
         inputs: Mapping[str, InputSequence],
-        ranges: Sequence[TokenRange],
         media: Collection[Medium],
     ) -> int:
         """Return the longest prefix whose needed blocks are there, of ``most`` tokens or fewer."""
-        num_tokens = self._longest(keys, most, ranges, {DEVICE}) if DEVICE in media else 0
+        num_tokens = self._longest(keys, most, {DEVICE}) if DEVICE in media else 0
         used = {medium for (_, medium), stored_keys in self.keys.items() if stored_keys and medium in media}
         # A prefix is brought to the device only if all of its inputs are somewhere.
         if used <= {DEVICE} or not all(
@@ -42,19 +40,16 @@ class MirroredCache:
             if group.need is None and group.sequence in inputs
         ):
             return num_tokens
-        return max(num_tokens, self._longest(keys, most, ranges, used))
+        return max(num_tokens, self._longest(keys, most, used))
 
-    def _longest(self, keys: Keys, most: int, ranges: Sequence[TokenRange], media: Collection[Medium]) -> int:
+    def _longest(self, keys: Keys, most: int, media: Collection[Medium]) -> int:
         if most <= 0:
             return 0
         group_pages = [
             (live, self._present(group.group, keys[live.block_size, TOKENS][: most // live.block_size], media))
             for group, live in self._live
         ]
-        num_tokens = longest_common_prefix(group_pages, self.layout.alignment, most)
-        while (most := before_range(ranges, num_tokens)) < num_tokens:
-            num_tokens = longest_common_prefix(group_pages, self.layout.alignment, most)
-        return num_tokens
+        return longest_common_prefix(group_pages, self.layout.alignment, most)
 
     def _present(self, group: int, keys: Sequence[bytes], media: Collection[Medium]) -> Pages:
         """Return which blocks of a group are in one of several media: 1 for one that is, otherwise 0."""

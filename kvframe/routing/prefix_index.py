@@ -23,7 +23,7 @@ from kvframe.cache.events import (
 from kvframe.cache.input_index import InputBlocks, InputSequence, inputs_root
 from kvframe.cache.layout import CacheLayout, GroupLayout
 from kvframe.cache.live_range import LiveRange
-from kvframe.contract.specs import TOKENS, TokenRange
+from kvframe.contract.specs import TOKENS
 from kvframe.routing.event_batch import EventBatch
 from kvframe.routing.mirrored_cache import Keys, MirroredCache
 
@@ -125,7 +125,6 @@ class PrefixIndex:
         *,
         salt: str = "",
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
-        ranges: Sequence[TokenRange] = (),
         media: Collection[Medium] = ALL_MEDIA,
     ) -> dict[str, int]:
         """Return how many first tokens of a prompt each engine would find, and so not compute.
@@ -134,7 +133,6 @@ class PrefixIndex:
             token_ids: The prompt; the last token is always computed.
             salt: The request's ``cache_salt``.
             inputs: Its inputs beside the tokens, by the name of the sequence.
-            ranges: Ranges of tokens that see each other in both directions, as for ``KVCacheManager.start``.
             media: Where blocks are counted; with ``["device"]``, what ``KVCacheManager.find`` returns.
 
         Raises:
@@ -145,7 +143,7 @@ class PrefixIndex:
             caches = dict(self._caches)
             max_hits = {name: min(len(token_ids) - 1, cache.layout.max_tokens) for name, cache in caches.items()}
             keys = self._keys(caches.values(), token_ids, max(max_hits.values(), default=0), salt, inputs)
-            return {name: cache.hit(keys, max_hits[name], inputs, ranges, media) for name, cache in caches.items()}
+            return {name: cache.hit(keys, max_hits[name], inputs, media) for name, cache in caches.items()}
 
     def _keys(
         self,

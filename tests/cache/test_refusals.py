@@ -13,7 +13,7 @@ import pytest
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.radix_tree import RangedTokens, as_bytes
+from kvframe.cache.radix_tree import as_bytes
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.cache.definition import HostCopies
@@ -236,7 +236,6 @@ def test_what_cannot_be_forked_is_refused_and_keeps_every_row() -> None:
 WITHOUT_ASSERTIONS = """
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.radix_tree import as_bytes
-from kvframe.cache.radix_tree import RangedTokens
 from kvframe.contract.errors import RequestError
 from tests.cache.plans import full, make_plan
 assert False, "assertions are on"
@@ -418,11 +417,11 @@ def test_the_request_that_took_the_row_of_a_swapped_one_is_named() -> None:
         run_on(manager, "one", tokens, 12)
 
 
-def test_a_row_with_ranges_and_too_few_tokens_releases_what_its_window_passed() -> None:
+def test_a_row_with_too_few_tokens_releases_what_its_window_passed() -> None:
     manager = make_manager(full(), masked(window=5), max_num_seqs=2)
     start(manager, "other")
-    tokens, ranges = RangedTokens(array("I", TOKENS[:14]), [(6, 12)]), [(6, 12)]
-    manager.start("one", tokens, ranges=ranges)
+    tokens = array("I", TOKENS[:14])
+    manager.start("one", tokens)
     assert manager.extend("one", 20)
     with pytest.raises(RequestError, match=r"^the request 'one' is committed, .* there are 14 token ids of more"):
         manager.commit("one", tokens, 20)

@@ -60,8 +60,8 @@ class Device:
         """Serve a prompt; return the tokens of its hit, after checking the bytes that a request reads after it."""
         inputs = {} if encoded is None else {ENCODER: encoded}
         request: Any = SimpleNamespace(
-            uses_prefix=True, forks_from=None, is_swapped=False, fetch=None, keeps_part=False, ranges=(),
-            cache_tokens=array("I", tokens), token_ids=array("I", tokens), cache_salt="", input_sequences=inputs,
+            uses_prefix=True, forks_from=None, is_swapped=False, fetch=None, keeps_part=False,
+            token_ids=array("I", tokens), cache_salt="", input_sequences=inputs,
             num_prompt_tokens=len(tokens),
         )  # fmt: skip
         self.index.apply("here", self.events.take())

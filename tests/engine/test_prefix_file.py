@@ -198,7 +198,7 @@ MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
     ),
     "nothing at all": (
         replace(
-            prefixes=[{"num_tokens": 0, "salt": "", "inputs": {}, "num_pages": [0], "ranges": []}],
+            prefixes=[{"num_tokens": 0, "salt": "", "inputs": {}, "num_pages": [0]}],
             tokens=np.zeros(0, dtype=np.uint32),
             places=np.zeros(0, dtype=np.uint64),
         ),
@@ -223,12 +223,6 @@ MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
     "an input of nothing": (first(inputs={"encoder": {"num_tokens": 0, "key": "00"}}), "its list of prefixes is not"),
     "an input whose key is none": (first(inputs={"encoder": {"num_tokens": 1, "key": "0"}}), "its list of prefixes"),
     "inputs as a list": (first(inputs=[]), "its list of prefixes is not"),
-    "ranges as a mapping": (first(ranges={}), "its list of prefixes is not"),
-    "a range without an end": (first(ranges=[[2]]), "its list of prefixes is not"),
-    "a range of half a token": (first(ranges=[[2, 3.5]]), "its list of prefixes is not"),
-    "a range after the tokens": (first(ranges=[[2, 9]]), "its list of prefixes is not"),
-    "a range of one token": (first(ranges=[[2, 3]]), "its list of prefixes is not"),
-    "ranges that overlap": (first(ranges=[[0, 4], [2, 6]]), "its list of prefixes is not"),
     "one thing more": (first(more=1), "its list of prefixes is not"),
     "a list that is none": (replace(prefixes={"num_tokens": 4}), "its list of prefixes is not"),
     "prefixes that are numbers": (replace(prefixes=[1, 2]), "its list of prefixes is not"),
@@ -305,7 +299,7 @@ class Counted(list[Any]):
 
 def test_a_prefix_of_a_file_with_many_is_read_without_a_look_at_the_others(serving: Serving, tmp_path: Path) -> None:
     path, parts, num_prefixes = tmp_path / "prefixes", parts_of(serving.file), 500
-    entry = {"num_tokens": 1, "salt": "", "inputs": {}, "num_pages": [1], "ranges": []}
+    entry = {"num_tokens": 1, "salt": "", "inputs": {}, "num_pages": [1]}
     parts["prefixes"] = [entry] * num_prefixes
     parts["tokens"] = np.arange(num_prefixes, dtype=np.uint32)
     parts["places"] = np.arange(num_prefixes, dtype=np.uint64)

@@ -13,10 +13,11 @@ from kvframe_transformers.checkpoint import quiet
 from kvframe_transformers.testing import spread_weights
 from transformers import AutoModelForImageTextToText, Gemma2Config, GemmaConfig, GenerationConfig, PaliGemmaConfig
 
-from kvframe import Embedder, Engine, Prompt, SamplingParams, Stack
+from kvframe import Embedder, Engine, SamplingParams, Stack
 from kvframe.contract import KVFrameError, ModelDescription, ModelError, RequestError
 from tests.models.serving import ids
 from tests.stacks import tables_of
+from tests.support.engines import runner_of
 
 NUM_NEW, WINDOW = 6, 32
 PROMPTS = [ids(1, 3), ids(2, 21), ids(3, 10), ids(4, 1), ids(2, 21), [*ids(2, 21), *ids(5, 8)]]
@@ -79,7 +80,7 @@ def make_stack(path: Path, **options: Any) -> Stack:
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu", "torch_reference"])
-def test_tokens_are_those_of_generate_with_and_without_cached_prefixes(saved: tuple[Path, Any], backend: str) -> None:
+def test_tokens_are_those_of_generate_at_first_and_again(saved: tuple[Path, Any], backend: str) -> None:
     path, model = saved
     expected = [generated(model, prompt) for prompt in PROMPTS]
     stack = Stack.from_mapping(
@@ -101,15 +102,44 @@ def test_a_model_in_memory_is_served_likewise(saved: tuple[Path, Any]) -> None:
         assert expected == [output.token_ids for output in engine.generate(PROMPTS[:3], GREEDY)]
 
 
-def test_a_prompt_may_state_another_range(saved: tuple[Path, Any]) -> None:
+def test_samples_preempted_requests_drafts_and_steps_from_graphs_are_those_of_generate(saved: tuple[Path, Any]) -> None:
     path, model = saved
-    prompt = PROMPTS[1]
-    types = torch.tensor([[0] * 12 + [1] * 9])
-    with quiet(), torch.inference_mode():
-        logits = model(torch.tensor([prompt]), token_type_ids=types, use_cache=False).logits[0, -1]
+    prompts = [[*range(3 + index, 31 + index)] for index in range(5)]
+    expected = [generated(model, prompt) for prompt in prompts]
+    tables: dict[str, Any]
+    for preemption in ({"preemption": "recompute"}, {"preemption": "swap", "host_memory": "1MiB"}):
+        tables = {
+            "cache": {**preemption, "memory": "160KiB", "block_size": 4, "audit": True},
+            "limits": {"max_num_batched_tokens": 32, "max_model_len": 64},
+        }
+        with Engine.from_pretrained(path, stack=Stack.from_mapping(tables)) as engine:
+            assert expected == [output.token_ids for output in engine.generate(prompts, GREEDY)]
+            assert engine.stats().preemptions > 0
+    with Engine.from_pretrained(path, stack=make_stack(path, drafts="ngram")) as engine:
+        outputs = engine.generate(prompts[:1], attrs.evolve(GREEDY, n=2))
+        assert [expected[0]] * 2 == [output.token_ids for output in outputs]
+    tables = {
+        "cache": {"memory": "1MiB", "block_size": 4},
+        "limits": {"max_num_batched_tokens": 64, "max_model_len": 64},
+        "model": {"graphs": [1, 4], "graph_query_lens": [1, 32]},
+        "rules": [{"layers": "*", "backend": "cpu"}],
+    }
+    with Engine.from_pretrained(path, stack=Stack.from_mapping(tables)) as engine:
+        runner: Any = runner_of(engine)
+        for prompt, tokens in zip(PROMPTS[:3], [generated(model, prompt) for prompt in PROMPTS[:3]], strict=True):
+            assert tokens == engine.generate([prompt], GREEDY)[0].token_ids
+        assert {True, False} == {each.has_ranges for each in runner.graphs._graphs}
+        assert set() == runner.graphs._reasons
+
+
+def test_no_prefix_is_cached_because_its_state_depends_on_the_whole_prompt(saved: tuple[Path, Any]) -> None:
+    path, _ = saved
     with Engine.from_pretrained(path, stack=make_stack(path)) as engine:
-        (stated,) = engine.generate([Prompt(decoder=prompt, bidirectional=[(0, 12)])], GREEDY)
-    assert int(logits.argmax()) == stated.token_ids[0]
+        found = [engine.generate([ids(2, 24)], GREEDY)[0].cached for _ in range(2)]
+        assert [0, 0] == [cached.num_tokens for cached in found if cached is not None]
+        with pytest.raises(RequestError, match="the tokens of its prompts see each other in both directions") as caught:
+            engine.pin_prefix(ids(2, 24))
+    assert "no_prefix_caching" == caught.value.code
 
 
 def test_its_hidden_states_are_embedded_alike(saved: tuple[Path, Any]) -> None:
@@ -127,12 +157,11 @@ def test_its_hidden_states_are_embedded_alike(saved: tuple[Path, Any]) -> None:
 
 def test_a_prompt_that_exceeds_a_step_or_a_window_is_refused(saved: tuple[Path, Any]) -> None:
     path, _ = saved
-    has_windows = path.name == "paligemma 2"
     with Engine.from_pretrained(path, stack=make_stack(path, max_num_batched_tokens=40)) as engine:
         fits, too_long = engine.generate([ids(1, WINDOW), ids(1, 45)], GREEDY)
     assert (NUM_NEW, "refused") == (len(fits.token_ids), too_long.finish_reason)
     assert too_long.error is not None
-    assert ("do not keep so many" if has_windows else "is computed in one step") in too_long.error
+    assert "computes a prompt in one step, which has at most 40" in too_long.error
 
 
 def test_a_prompt_one_token_longer_than_a_window_is_refused(saved: tuple[Path, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ from kvframe.cache.input_index import InputSequence
 from kvframe.cache.layout import CacheLayout, GroupLayout, Need
 from kvframe.cache.live_range import NEVER, LiveRange
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.radix_tree import RangedTokens
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from kvframe.routing import EventBatch, PrefixIndex, from_plain, to_plain
@@ -272,17 +270,6 @@ def test_salts_and_inputs_are_told_apart() -> None:
     assert {"one": 0} == index.hits(tokens, salt="anna")
     assert {"one": 0} == index.hits(tokens, inputs=inputs)
     assert {"one": 0} == index.hits(tokens, salt="anna", inputs={ENCODER: InputSequence(9, b"noise")})
-
-
-def test_no_hit_ends_within_a_range() -> None:
-    manager, ranges = make_manager(full(4)), [(6, 11)]
-    ranged_tokens = RangedTokens(array("I", range(20)), ranges)
-    compute(manager, "a", ranged_tokens, ranges=ranges)
-    index = mirrored(one=manager)
-    for length, hit in [(20, 16), (12, 4), (8, 4)]:
-        prompt = RangedTokens(array("I", range(length)), [part for part in ranges if part[1] <= length])
-        ends = [(6, max(11, length))] if length < 11 else ranges
-        assert {"one": hit if length != 8 else 4} == index.hits(prompt, ranges=ends), length
 
 
 def test_a_wrong_prompt_is_refused_as_the_cache_refuses_it() -> None:

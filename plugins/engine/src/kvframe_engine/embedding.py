@@ -282,8 +282,10 @@ class Embedder(EngineCore[EmbeddingRequest]):
         # Reading a text may take long, and changes no state.
         with self._turns.let_through():
             token_ids = self._admission.token_ids(text, None)
-            ranges = self._admission.ranges(text, token_ids)
-        requests = [EmbeddingRequest.create(request_id, token_ids, self.pooling, cache_salt, owner, hints, ranges)]
+            num_joint_tokens = self._admission.num_joint_tokens(token_ids)
+        requests = [
+            EmbeddingRequest.create(request_id, token_ids, self.pooling, cache_salt, owner, hints, num_joint_tokens)
+        ]
         self._add(requests)
         return requests
 

@@ -453,8 +453,8 @@ class Engine(EngineCore[Request]):
         # Reading a prompt may take long, and changes no state.
         with self._turns.let_through():
             token_ids, inputs = self._admission.admit(prompt, params)
-            ranges = self._admission.ranges(prompt, token_ids)
-            boundaries = self._admission.boundaries(prompt, len(token_ids), ranges)
+            num_joint_tokens = self._admission.num_joint_tokens(token_ids)
+            boundaries = self._admission.boundaries(prompt, len(token_ids))
             stops, has_text = StopStrings(params.stop) if params.stop else NO_STOPS, self._admission.has_text
             started = [self._processors.start(params.processors) for _ in range(params.n)] if params.processors else []
             decode_stream = self.model.decode_stream
@@ -466,7 +466,7 @@ class Engine(EngineCore[Request]):
             params,
             lambda: TextStream(decode_stream, token_ids, stops) if has_text else None,
             lambda: started.pop() if started else (),
-            forks=bool(self.plan.groups),
+            forks=bool(self.plan.groups) and not num_joint_tokens,
             eos_token_ids=self.model.description.eos_token_ids,
             max_model_len=self._max_model_len,
             inputs=inputs,
@@ -475,7 +475,7 @@ class Engine(EngineCore[Request]):
             hints=hints,
             boundaries=boundaries if self._manager.prefix_caching else (),
             keeps_part=self.plan.keeps_part,
-            ranges=ranges,
+            num_joint_tokens=num_joint_tokens,
         )
         self._add(requests)
         return requests

@@ -31,7 +31,8 @@ def make_admission(assembly: Assembly, secret: bytes) -> Admission:
         assembly: The set-up.
         secret: 32 bytes, for the keys of inputs.
     """
-    max_prompt_len = assembly.stack.limits.max_num_batched_tokens if assembly.setup.grouping.whole_prompts else None
+    in_one_step = assembly.setup.grouping.whole_prompts or assembly.model.description.bidirectional_prompts
+    max_prompt_len = assembly.stack.limits.max_num_batched_tokens if in_one_step else None
     return Admission(
         assembly.model,
         assembly.plan,

@@ -46,9 +46,9 @@ def run_packed(
         max_len = min(max_len, local.max_tokens)
     manager = KVCacheManager(assembly.plan, max_num_seqs=num_prompts, prefix_caching=False)
     description = assembly.model.description
-    is_range = description.bidirectional_prompts
+    is_joint = description.bidirectional_prompts
     # Layers that keep nothing of the past see the tokens of a step only.
-    is_whole = in_one_step or last_only or is_range or bool(local.places) or not description.generates
+    is_whole = in_one_step or last_only or is_joint or bool(local.places) or not description.generates
     runner = ModelRunner(
         assembly.model,
         assembly.layers,
@@ -61,7 +61,7 @@ def run_packed(
         _Prompt(
             token_ids=prompt[:max_len],
             inputs=brought,
-            ranges=((0, len(prompt[:max_len])),) if is_range and len(prompt) > 1 else (),
+            is_joint=is_joint,
         )
         for prompt, brought in zip(prompts, inputs or [NO_INPUTS] * num_prompts, strict=True)
     ]
@@ -80,16 +80,16 @@ def run_packed(
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Prompt:
-    """A prompt of the self-check: its tokens, its other inputs, and its ranges."""
+    """A prompt of the self-check: its tokens, its other inputs, and whether its tokens see each other."""
 
     token_ids: list[int]
     inputs: Mapping[str, ModelInput]
-    ranges: tuple[tuple[int, int], ...]
+    is_joint: bool
 
     def start(self, manager: KVCacheManager, request_id: str) -> None:
         """Add it to the manager's table."""
         brought = input_sequences(self.inputs)
-        manager.start(request_id, self.token_ids, inputs=brought, ranges=self.ranges)
+        manager.start(request_id, self.token_ids, inputs=brought)
 
 
 def _num_fitting(manager: KVCacheManager, fits: Callable[[Sequence[int]], bool], prompts: Sequence[_Prompt]) -> int:
@@ -117,7 +117,7 @@ def _run_together(
     for index, prompt in enumerate(prompts):
         prompt.start(manager, str(index))
         rows.append(manager.row(str(index)))
-        runner.set_row(rows[-1], prompt.token_ids, prompt.inputs, prompt.ranges)
+        runner.set_row(rows[-1], prompt.token_ids, prompt.inputs, len(prompt.token_ids) if prompt.is_joint else 0)
     begins_together = any(prompt.inputs for prompt in prompts)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     for step in _steps(lengths, is_whole=is_whole, begins_together=begins_together):

@@ -26,10 +26,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe import InputSequence, RangedTokens
+from kvframe import InputSequence
 from kvframe.contract.errors import FileError
 from kvframe.contract.files import as_text, parse_json, reason_of
-from kvframe.contract.specs import TokenRange
 
 FORMAT, VERSION = "kvframe.prefixes", 3
 MAX_HEADER_BYTES = 1 << 20
@@ -46,7 +45,7 @@ TENSORS: Mapping[str, tuple[str, int]] = {
 }
 """The tensors, in their order: the safetensors name of the element type, and the bytes of one element."""
 _MAX_SIZE = 2**63 - 1
-_ENTRY_KEYS = {"num_tokens", "salt", "inputs", "num_pages", "ranges"}
+_ENTRY_KEYS = {"num_tokens", "salt", "inputs", "num_pages"}
 
 Places = npt.NDArray[np.uint64]
 """``[num_pages], uint64, host``: the offset of each page, in bytes."""
@@ -61,14 +60,12 @@ class FilePrefix:
         salt: The salt of the requests that share it.
         inputs: The inputs of these requests, by name.
         num_pages: Per group, the number of pages that a request needs to continue after the prefix.
-        ranges: The ranges of its tokens that see each other in both directions, sorted and disjoint.
     """
 
     num_tokens: int
     salt: str
     inputs: Mapping[str, InputSequence]
     num_pages: tuple[int, ...]
-    ranges: tuple[TokenRange, ...] = ()
 
     @classmethod
     def of(cls, value: Any) -> FilePrefix | None:
@@ -87,10 +84,9 @@ class FilePrefix:
             return None
         inputs = {name: _as_input(each) for name, each in given.items()}
         known = {name: each for name, each in inputs.items() if each is not None}
-        ranges = _as_ranges(value["ranges"], num_tokens)
-        if len(known) < len(inputs) or ranges is None:
+        if len(known) < len(inputs):
             return None
-        return cls(num_tokens=num_tokens, salt=salt, inputs=known, num_pages=tuple(num_pages), ranges=ranges)
+        return cls(num_tokens=num_tokens, salt=salt, inputs=known, num_pages=tuple(num_pages))
 
     def entry(self) -> dict[str, Any]:
         """Return its entry in a file's list, as a JSON value."""
@@ -100,7 +96,6 @@ class FilePrefix:
             "salt": self.salt,
             "inputs": inputs,
             "num_pages": list(self.num_pages),
-            "ranges": [list(part) for part in self.ranges],
         }
 
 
@@ -187,18 +182,6 @@ def _as_input(value: Any) -> InputSequence | None:
         return InputSequence(num_tokens, bytes.fromhex(key))
     except ValueError:
         return None
-
-
-def _as_ranges(value: Any, num_tokens: int) -> tuple[TokenRange, ...] | None:
-    """Return the ranges of a prefix of so many tokens; None if the JSON value is not a list of such ranges."""
-    if not (isinstance(value, list) and all(isinstance(part, list) and len(part) == 2 for part in value)):
-        return None
-    bounds = [bound for part in value for bound in part]
-    if not all(map(_is_count, bounds)) or bounds != sorted(bounds) or (bounds and bounds[-1] > num_tokens):
-        return None
-    if not all(1 < stop - start <= RangedTokens.MOST_RANGE for start, stop in value):
-        return None
-    return tuple((start, stop) for start, stop in value)
 
 
 def _is_count(value: object) -> bool:

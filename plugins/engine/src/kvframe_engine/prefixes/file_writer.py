@@ -17,7 +17,6 @@ import numpy.typing as npt
 from kvframe import InputSequence
 from kvframe.contract.errors import FileError, PrefixFileError
 from kvframe.contract.files import exists
-from kvframe.contract.specs import TokenRange
 from kvframe_engine.prefixes.file_format import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -109,7 +108,6 @@ class PrefixFileWriter:
         salt: str,
         inputs: Mapping[str, InputSequence],
         pages: Sequence[Iterator[bytes]],
-        ranges: Sequence[TokenRange] = (),
     ) -> None:
         """Add a prefix.
 
@@ -118,7 +116,6 @@ class PrefixFileWriter:
             salt: The salt of the requests that share it.
             inputs: The inputs of these requests, by name.
             pages: Per group, the bytes of its pages.
-            ranges: The ranges of its tokens that see each other in both directions.
 
         Raises:
             PrefixFileError: They cannot be written.
@@ -130,13 +127,7 @@ class PrefixFileWriter:
             num_pages.append(len(places))
         self._tokens.append(np.array(token_ids, dtype=np.uint32))
         self._prefixes.append(
-            FilePrefix(
-                num_tokens=len(token_ids),
-                salt=salt,
-                inputs=inputs,
-                num_pages=tuple(num_pages),
-                ranges=tuple(ranges),
-            )
+            FilePrefix(num_tokens=len(token_ids), salt=salt, inputs=inputs, num_pages=tuple(num_pages))
         )
 
     def _place(self, page: bytes) -> int:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import attrs
 
-from kvframe import InputSequence, KVCacheManager, Pin, RangedTokens
+from kvframe import InputSequence, KVCacheManager, Pin
 from kvframe.contract.errors import RequestError
-from kvframe.contract.specs import TokenRange
 from kvframe_engine.requests.admission import Admission
 from kvframe_engine.requests.params import SamplingParams
 from kvframe_engine.requests.progress import NO_SEQUENCES, input_sequences
@@ -29,20 +27,13 @@ class Prefix:
         token_ids: Its tokens, whole blocks in every group.
         salt: The salt of the requests that share it.
         inputs: The inputs of these requests, by name.
-        ranges: The ranges of its tokens that see each other in both directions; it divides none.
         prompt: The prompt that computes it.
     """
 
     token_ids: tuple[int, ...]
     salt: str
     inputs: Mapping[str, InputSequence]
-    ranges: tuple[TokenRange, ...]
     prompt: AnyPrompt
-
-    @property
-    def cache_tokens(self) -> Sequence[int]:
-        """Its tokens as the cache compares them."""
-        return RangedTokens(array("I", self.token_ids), self.ranges) if self.ranges else self.token_ids
 
 
 class Compute(Protocol):
@@ -83,7 +74,7 @@ class PromptPrefixes:
         self.check_caching()
         prefix = self.of(prompt, salt)
         self.compute(prefix)
-        pin = self._manager.pin(prefix.cache_tokens, salt=salt, inputs=prefix.inputs, ranges=prefix.ranges)
+        pin = self._manager.pin(prefix.token_ids, salt=salt, inputs=prefix.inputs)
         self._note_pin()
         return pin
 
@@ -99,8 +90,8 @@ class PromptPrefixes:
         """Raise ``RequestError`` if the engine has no prefix cache."""
         if not self._manager.prefix_caching:
             raise RequestError(
-                "this engine keeps no prefixes: prefix_caching is off in the stack's [cache], or the model keeps "
-                "nothing of the past",
+                "this engine keeps no prefixes: prefix_caching is off in the stack's [cache], the model keeps nothing "
+                "of the past, or the tokens of its prompts see each other in both directions",
                 code="no_prefix_caching",
             )
 
@@ -114,20 +105,16 @@ class PromptPrefixes:
         check_salt(salt)
         with self._let_through():
             token_ids, inputs = self._admission.admit(prompt, JUST_COMPUTE)
-            ranges = self._admission.ranges(prompt, token_ids)
         alignment = self._manager.plan.alignment
-        kept = tuple(token_ids[: RangedTokens.whole_ranges(ranges, len(token_ids), alignment)])
-        if not kept and not inputs:
-            whole = " that divide no bidirectional range" if ranges else ""
+        kept_tokens = tuple(token_ids[: len(token_ids) // alignment * alignment])
+        if not kept_tokens and not inputs:
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, and prefixes are kept in whole blocks of {alignment}{whole}",
+                f"the prompt has {len(token_ids)} tokens, and prefixes are kept in whole blocks of {alignment}",
                 code="prompt_too_short",
             )
-        whole_ones = tuple(part for part in ranges if part[1] <= len(kept))
         if not inputs:
-            computed = Prompt(decoder=kept, bidirectional=whole_ones) if whole_ones else kept
-            return Prefix(kept, salt, NO_SEQUENCES, whole_ones, computed)
-        given = prompt if isinstance(prompt, Prompt) else Prompt(encoder=prompt)
-        # Without a whole block, only the inputs are kept, and the tokens are computed as they were given.
-        given = attrs.evolve(given, decoder=kept or token_ids, bidirectional=whole_ones if kept else ranges)
-        return Prefix(kept, salt, input_sequences(inputs), whole_ones, given)
+            return Prefix(kept_tokens, salt, NO_SEQUENCES, kept_tokens)
+        whole_prompt = prompt if isinstance(prompt, Prompt) else Prompt(encoder=prompt)
+        # Without a whole block, only the inputs are kept, and all tokens of the prompt are computed.
+        computed = attrs.evolve(whole_prompt, decoder=kept_tokens or token_ids)
+        return Prefix(kept_tokens, salt, input_sequences(inputs), computed)

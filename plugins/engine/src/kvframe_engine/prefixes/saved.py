@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvframe import KVCacheManager, KVCachePlan, KVCacheStorage, Pin, RangedTokens, Setup
+from kvframe import KVCacheManager, KVCachePlan, KVCacheStorage, Pin, Setup
 from kvframe.contract.errors import PrefixFileError, RequestError, shown
 from kvframe_engine.pool_pages import PoolPages
 from kvframe_engine.prefixes.file_format import FilePrefix, Places
@@ -122,19 +122,12 @@ class PrefixFiles:
             for prefix in prefixes:
                 self._prefixes.compute(prefix)
                 # No request runs until the file is written.
-                pin = self._manager.pin(
-                    prefix.cache_tokens,
-                    salt=prefix.salt,
-                    inputs=prefix.inputs,
-                    ranges=prefix.ranges,
-                    checks_capacity=False,
-                )
+                pin = self._manager.pin(prefix.token_ids, salt=prefix.salt, inputs=prefix.inputs, checks_capacity=False)
                 try:
                     pages = [self._read_pages(group, ids[ids != 0]) for group, ids in enumerate(pin.blocks)]
                     token_ids = array("I", prefix.token_ids[: pin.num_tokens])
-                    ranges = [part for part in prefix.ranges if part[1] <= pin.num_tokens]
                     with self._let_through():
-                        file.add(token_ids, prefix.salt, prefix.inputs, pages, ranges)
+                        file.add(token_ids, prefix.salt, prefix.inputs, pages)
                 finally:
                     self._manager.unpin(pin)
                 saved.append(SavedPrefix(num_tokens=len(token_ids), token_ids=token_ids, cache_salt=prefix.salt))
@@ -201,12 +194,11 @@ class PrefixFiles:
         """Load and pin a prefix; return the reason if it cannot be loaded, or None."""
         prefix = file.prefixes[index]
         pin = self._manager.restore(
-            RangedTokens(array("I", token_ids), prefix.ranges) if prefix.ranges else token_ids,
+            token_ids,
             [self._copies(group, prefix, places) for group, places in enumerate(file.places(index))],
             lambda group, copies, block_ids: self._write_pages(file, group, copies, block_ids),
             salt=salt,
             inputs=prefix.inputs,
-            ranges=prefix.ranges,
         )
         if pin is None:
             return (
@@ -214,11 +206,6 @@ class PrefixFiles:
                 "it more memory"
             )
         pins.append(pin)
-        if pin.num_tokens < prefix.num_tokens:
-            return (
-                f"only its first {pin.num_tokens} tokens are cached: another cached prefix has a bidirectional range "
-                "that begins alike"
-            )
         return None
 
     def _copies(self, group: int, prefix: FilePrefix, places: Places) -> list[int]:
@@ -290,8 +277,6 @@ class PrefixFiles:
                 raise self._damaged(file, "a prefix has other pages than it needs")
             if self._vocab_size is not None and (file.tokens(index) >= self._vocab_size).any():
                 raise self._damaged(file, f"it has token ids outside of [0, {self._vocab_size}), the model's")
-            if any(file.tokens(index)[start] > RangedTokens.MOST_TOKEN_ID for start, _ in prefix.ranges):
-                raise self._damaged(file, f"a range begins with a token id above {RangedTokens.MOST_TOKEN_ID}")
             for group, places in zip(groups, file.places(index), strict=True):
                 last = file.num_page_bytes - group.page_bytes
                 if len(places) and (last < 0 or int(places.max()) > last):

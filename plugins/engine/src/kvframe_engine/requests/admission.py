@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
-from kvframe import KVCachePlan, RangedTokens, Stack, content_key
+from kvframe import KVCachePlan, Stack, content_key
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import LoadedModel, ModelInput
-from kvframe.contract.specs import ENCODER, TokenRange
+from kvframe.contract.specs import ENCODER
 from kvframe_engine.requests.params import SamplingParams, bad_params
 from kvframe_engine.requests.progress import NO_INPUTS
 from kvframe_engine.requests.prompt import AnyPrompt, Prompt, unpacked
@@ -73,7 +73,6 @@ class Admission:
         self._max_model_len = max_model_len
         self._secret = secret
         self._max_prompt_len = max_prompt_len
-        self._without_ranges = without_ranges
 
     def admit(self, prompt: AnyPrompt, params: SamplingParams) -> tuple[list[int], Mapping[str, ModelInput]]:
         """Return a request's first tokens and its inputs beside them.
@@ -103,68 +102,25 @@ class Admission:
             own = _tokens_of("the model's start_token_ids", lambda: start_token_ids(text))
         return self.token_ids(own, params, {each: value.num_tokens for each, value in inputs.items()}), inputs
 
-    def ranges(self, prompt: AnyPrompt, token_ids: Sequence[int]) -> tuple[TokenRange, ...]:
-        """Return a prompt's ranges of tokens that see each other in both directions, without those of one token.
-
-        They are those that the prompt states. If it states none, the model's description may make the whole prompt one.
+    def num_joint_tokens(self, token_ids: Sequence[int]) -> int:
+        """Return how many of a prompt's tokens see each other in both directions: all, or none.
 
         Raises:
-            RequestError: They are no ranges of these tokens (``bad_ranges``), one of them exceeds a step
-                (``exceeds_step``), a layer's backend does not honour them (``mask_ranges``), or the whole prompt is
-                one and a layer does not keep all of its tokens (``prompt_too_long``).
+            RequestError: All do, and a layer does not keep so many (``prompt_too_long``).
         """
-        is_whole = self._model.description.bidirectional_prompts
-        if not is_whole and not isinstance(prompt, Prompt):
-            return ()
-        stated: Any = prompt.bidirectional if isinstance(prompt, Prompt) else ()
+        if not self._model.description.bidirectional_prompts:
+            return 0
         num_tokens = len(token_ids)
-        given = _ranges_of(stated, num_tokens)
-        if given == [] and is_whole:
-            self._check_whole_range(num_tokens)
-            given = [(0, num_tokens)]
-        if given == []:
-            return ()
-        if given is None:
-            raise RequestError(
-                f"a prompt's bidirectional ranges are pairs (start, stop) within its {num_tokens} tokens, sorted and "
-                f"disjoint, not {shown(stated)}",
-                code="bad_ranges",
-            )
-        if max(token_ids[start] for start, _ in given) > RangedTokens.MOST_TOKEN_ID or max(token_ids) >= 1 << 31:
-            raise RequestError(
-                f"a bidirectional range begins with a token id of at most {RangedTokens.MOST_TOKEN_ID}, in a prompt of "
-                f"ids below {1 << 31}; give other ids",
-                code="bad_ranges",
-            )
-        most = min(self.plan.max_num_batched_tokens, RangedTokens.MOST_RANGE)
-        longest = max(given, key=lambda part: part[1] - part[0])
-        if longest[1] - longest[0] > most:
-            raise RequestError(
-                f"the bidirectional range {longest} has {longest[1] - longest[0]} tokens, and may have {most}: it is "
-                f"computed in one step; raise max_num_batched_tokens in the stack's [limits], up to "
-                f"{RangedTokens.MOST_RANGE}",
-                code="exceeds_step",
-            )
-        if self._without_ranges is not None:
-            raise RequestError(
-                f"{self._without_ranges}, does not honour bidirectional ranges of prompts; give the layer a backend "
-                "with the mask 'ranges', such as torch, by a rule of the stack",
-                code="mask_ranges",
-            )
-        return tuple(part for part in given if part[1] - part[0] > 1)
-
-    def _check_whole_range(self, num_tokens: int) -> None:
-        """Refuse a prompt that is a bidirectional range as a whole if a layer does not keep all of its tokens."""
-        last = num_tokens - 1
         for group in self.plan.groups:
-            if not group.is_of_input and not group.keeps_all(last):
+            if not group.is_of_input and not group.keeps_all(num_tokens - 1):
                 raise RequestError(
                     f"the prompt has {num_tokens} tokens, which all see each other in {self._model.description.name}; "
                     f"layers such as {group.layers[0]!r} do not keep so many",
                     code="prompt_too_long",
                 )
+        return num_tokens
 
-    def boundaries(self, prompt: AnyPrompt, num_tokens: int, ranges: Sequence[TokenRange] = ()) -> tuple[int, ...]:
+    def boundaries(self, prompt: AnyPrompt, num_tokens: int) -> tuple[int, ...]:
         """Return where steps of a prompt of so many tokens have to end: the last whole blocks before its boundaries.
 
         Raises:
@@ -183,7 +139,7 @@ class Admission:
                 code="bad_boundaries",
             )
         ends = {each - each % self.plan.alignment for each in given} if self.plan.groups else set()
-        return tuple(sorted({RangedTokens.before_range(ranges, end) for end in ends} - {0, num_tokens}))
+        return tuple(sorted(ends - {0, num_tokens}))
 
     def _prepare(self, sequence: str, value: Any) -> ModelInput | None:
         given = _unicode(value) if isinstance(value, str) else value
@@ -323,18 +279,6 @@ def _whole_numbers(prompt: Any) -> list[int]:
     if given is None or any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in given):
         raise RequestError("a prompt is text, or a sequence of whole numbers", code="bad_token")
     return [int(token) for token in given]
-
-
-def _ranges_of(given: Any, num_tokens: int) -> list[TokenRange] | None:
-    """Return ranges of so many tokens; None if they are none, or are not sorted and disjoint."""
-    try:
-        parts = [tuple(_whole_numbers(part)) for part in given]
-    except Exception:  # a foreign sequence may raise anything
-        return None
-    found = [(part[0], part[1]) for part in parts if len(part) == 2]
-    ends = [0, *(end for part in found for end in part), num_tokens]
-    is_right = len(found) == len(parts) and ends == sorted(ends) and all(start < stop for start, stop in found)
-    return found if is_right else None
 
 
 def _num_items(prompt: Any) -> int:

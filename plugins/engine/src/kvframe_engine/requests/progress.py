@@ -6,15 +6,14 @@ import itertools
 from abc import abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
 import attrs
 
-from kvframe import FoundPrefix, Hints, InputSequence, RangedTokens
+from kvframe import FoundPrefix, Hints, InputSequence
 from kvframe.contract.model import ModelInput
-from kvframe.contract.specs import TokenRange
 from kvframe_engine.requests.fetch import Fetch
 
 FinishReason = Literal["stop", "length", "computed", "aborted", "refused", "error"]
@@ -69,8 +68,8 @@ class RequestProgress:
         keeps_part: Whether its layers keep a part of its prompt, which they choose when the prompt is computed.
         has_chosen: Whether they have chosen. The tokens that they gave up are then computed again only with the whole
             prompt.
-        ranges: Ranges of its prompt whose tokens see each other in both directions; each is computed in one step.
-        cache_tokens: Its tokens as the cache compares them.
+        num_joint_tokens: Its first tokens that see each other in both directions, and are computed in one step; 0 for
+            none.
         fetch: What is fetched of its prefix while it waits; None for nothing.
         num_fetches: How often that was begun again, because pages were evicted while it waited.
         promised_tokens: The prefix that was on the device, or was to be brought there, when it began to wait.
@@ -107,20 +106,13 @@ class RequestProgress:
     boundaries: tuple[int, ...] = ()
     keeps_part: bool = False
     has_chosen: bool = False
-    ranges: tuple[TokenRange, ...] = ()
-    cache_tokens: Sequence[int] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: self._marked, takes_self=True)
-    )
+    num_joint_tokens: int = 0
     fetch: Fetch | None = None
     num_fetches: int = 0
     promised_tokens: int = 0
     forks_from: RequestProgress | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
-
-    @property
-    def _marked(self) -> Sequence[int]:
-        return RangedTokens(self.token_ids, self.ranges) if self.ranges else self.token_ids
 
     @property
     def num_final_tokens(self) -> int:
@@ -153,10 +145,10 @@ class RequestProgress:
     def end_of_step(self, num_computed: int, budget: int) -> int:
         """Return up to which token a step computes it that begins after ``num_computed`` and has ``budget`` tokens.
 
-        This is ``num_computed`` if the step cannot compute its next range as a whole.
+        This is ``num_computed`` if the step cannot compute all of its joint tokens.
         """
         end = min(self.stop_after(num_computed), num_computed + budget)
-        return RangedTokens.before_range(self.ranges, end) if self.ranges else end
+        return end if end >= self.num_joint_tokens else num_computed
 
     @property
     def num_new_input_tokens(self) -> int:

@@ -7,9 +7,8 @@ from typing import Any
 
 import attrs
 
-from kvframe import Hints, KVCacheManager, RangedTokens
+from kvframe import Hints, KVCacheManager
 from kvframe.contract.errors import RequestError, shown
-from kvframe.contract.specs import TokenRange
 from kvframe_engine.requests.params import SamplingParams, bad_params
 from kvframe_engine.requests.processors import Started
 from kvframe_engine.requests.progress import NO_HINTS
@@ -35,15 +34,11 @@ class Prompt:
         boundaries: Numbers of the prompt's first tokens that other prompts begin with too, such as a system prompt's
             length. Layers that keep states at few places keep one at the last whole blocks before each of them, so that
             the next request finds it.
-        bidirectional: Ranges ``(start, stop)`` of the prompt whose tokens see each other in both directions, such as
-            the tokens of an image: each sees the later tokens of its range beside those that the layers' masks show.
-            The ranges are sorted and disjoint. Each is computed in one step.
     """
 
     encoder: Any = None
     decoder: str | Sequence[int] | None = None
     boundaries: Sequence[int] = ()
-    bidirectional: Sequence[tuple[int, int]] = ()
 
 
 AnyPrompt = str | Sequence[int] | Prompt | Any
@@ -226,7 +221,6 @@ def make_samples(
     start_processors: Callable[[], tuple[Started, ...]],
     *,
     forks: bool,
-    ranges: tuple[TokenRange, ...] = (),
     **shared: Any,
 ) -> list[Request]:
     """Return the samples of one prompt as requests.
@@ -238,7 +232,6 @@ def make_samples(
         make_text_stream: Returns what turns the tokens of one sample into text; None if there is no tokenizer.
         start_processors: Returns the logits processors of one sample.
         forks: Whether the other samples fork from the first one, so that the prompt is computed once.
-        ranges: Ranges of the prompt whose tokens see each other in both directions.
         shared: Further arguments of ``Request.create``, equal for all samples.
     """
     requests = [
@@ -250,13 +243,11 @@ def make_samples(
             processors=start_processors(),
             asked_id=ids[0],
             sample=sample,
-            ranges=ranges,
             **shared,
         )
         for sample, (each_id, each) in enumerate(zip(ids, _params_of_each(params), strict=True))
     ]
-    # If the last token is in a range, no step ends before it.
-    if len(requests) > 1 and forks and RangedTokens.before_range(ranges, len(token_ids) - 1) == len(token_ids) - 1:
+    if len(requests) > 1 and forks:
         # Each sample computes the prompt's last token itself, because it samples from the logits of that token.
         requests[0].pause_at = len(token_ids) - 1
         for request in requests[1:]:

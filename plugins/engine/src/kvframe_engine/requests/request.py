@@ -12,7 +12,6 @@ import attrs
 from kvframe import FoundPrefix, Hints
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import ModelInput
-from kvframe.contract.specs import TokenRange
 from kvframe_engine.requests.params import SamplingParams as SamplingParams
 from kvframe_engine.requests.processors import Started
 from kvframe_engine.requests.progress import NO_HINTS, NO_INPUTS, FinishReason, RequestProgress
@@ -213,7 +212,7 @@ class Request(RequestProgress):
         sample: int = 0,
         boundaries: tuple[int, ...] = (),
         keeps_part: bool = False,
-        ranges: tuple[TokenRange, ...] = (),
+        num_joint_tokens: int = 0,
     ) -> Request:
         """Return a request that has not started.
 
@@ -233,7 +232,7 @@ class Request(RequestProgress):
             sample: The index of the sample.
             boundaries: Tokens of the prompt at which steps end, ascending.
             keeps_part: Whether layers keep a part of the prompt; a step ends with the prompt then.
-            ranges: Ranges of the prompt whose tokens see each other in both directions, checked.
+            num_joint_tokens: As for ``RequestProgress``.
         """
         return cls(
             request_id=request_id,
@@ -252,7 +251,7 @@ class Request(RequestProgress):
             hints=hints,
             boundaries=(*boundaries, len(prompt_token_ids)) if keeps_part else boundaries,
             keeps_part=keeps_part,
-            ranges=ranges,
+            num_joint_tokens=num_joint_tokens,
         )
 
     def __attrs_post_init__(self) -> None:

@@ -15,7 +15,6 @@ from kvframe import BlockTables, Layers, StepBatch, allocating
 from kvframe.contract.errors import ModelError
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.order import IntArray
-from kvframe.contract.specs import TokenRange
 from kvframe_engine.graphs.step_graphs import Forward, StepGraphs
 from kvframe_engine.requests.progress import NO_INPUTS, RequestT
 from kvframe_engine.requests.request import Request
@@ -61,7 +60,8 @@ class ModelRunner:
         tokens: ``[max_num_seqs, max_model_len], int64, host``.
         input_lens: For each input sequence of the model, ``[max_num_seqs], int64, host``: the length of the sequence of
             the request that has the row; 0 for none.
-        ranges: By row, the ranges of a prompt whose tokens see each other in both directions, until they are computed.
+        num_joint_tokens: By row, a request's first tokens that see each other in both directions, until the step that
+            computes them.
         device: Where the model runs.
         graphs: The graphs that steps are replayed from if possible; None for none.
         compute: Computes a batch: ``compute(batch, logits_indices, new_inputs)``. On rank 0 of several ranks, it first
@@ -116,7 +116,7 @@ class ModelRunner:
         self.input_lens: dict[str, IntArray] = {
             name: np.zeros(max_num_seqs, dtype=np.int64) for name in model.description.max_input_lens
         }
-        self.ranges: dict[int, Sequence[TokenRange]] = {}
+        self.num_joint_tokens: dict[int, int] = {}
         self._model = model
         self._layers = layers
         self._tables = tables
@@ -153,7 +153,7 @@ class ModelRunner:
             step: The step; every request has a row, and blocks for its tokens.
         """
         for request in step.admitted:
-            self.set_row(request.row, request.token_ids, request.inputs, request.ranges)
+            self.set_row(request.row, request.token_ids, request.inputs, request.num_joint_tokens)
         for place, drafts in enumerate(step.drafts):
             if drafts:
                 row, start = step.rows[place], step.num_known[place]
@@ -165,13 +165,13 @@ class ModelRunner:
         row: int,
         token_ids: Sequence[int],
         inputs: Mapping[str, ModelInput] = NO_INPUTS,
-        ranges: Sequence[TokenRange] = (),
+        num_joint_tokens: int = 0,
     ) -> None:
-        """Store what is known of the request that has a row: its tokens, input lengths, and ranges."""
-        if ranges:
-            self.ranges[row] = ranges
+        """Store what is known of the request that has a row: its tokens, input lengths, and joint tokens."""
+        if num_joint_tokens:
+            self.num_joint_tokens[row] = num_joint_tokens
         else:
-            self.ranges.pop(row, None)
+            self.num_joint_tokens.pop(row, None)
         self.tokens[row, : len(token_ids)] = token_ids
         for name, lens in self.input_lens.items():
             lens[row] = inputs[name].num_tokens if name in inputs else 0
@@ -208,7 +208,7 @@ class ModelRunner:
                 input_lens={name: lens[batch.rows] for name, lens in self.input_lens.items()},
                 stores_input={name: np.isin(batch.rows, [*new_inputs.get(name, ())]) for name in self.input_lens},
             )
-        if self.ranges:
+        if self.num_joint_tokens:
             batch = attrs.evolve(batch, range_ends=self._range_ends(batch))
         num_tokens = len(batch.token_positions[1])
         logits_indices = batch.generating_indices if wants_logits else NONE_WANTED
@@ -284,19 +284,15 @@ class ModelRunner:
         )
 
     def _range_ends(self, batch: StepBatch) -> IntArray | None:
-        """Return where the range of each packed token ends, ``[num_tokens]``, 0 for none; None if none is in one."""
-        found: IntArray | None = None
-        firsts = np.cumsum(batch.query_lens) - batch.query_lens
-        for index in np.flatnonzero(np.isin(batch.rows, [*self.ranges])).tolist():
-            row, num_computed, query_len = int(batch.rows[index]), batch.num_computed[index], batch.query_lens[index]
-            for start, stop in self.ranges[row]:
-                if num_computed <= start < num_computed + query_len:
-                    found = np.zeros(int(batch.query_lens.sum()), np.int64) if found is None else found
-                    first = firsts[index] - num_computed
-                    found[first + start : first + stop] = stop
-            if self.ranges[row][-1][1] <= num_computed + query_len:
-                del self.ranges[row]
-        return found
+        """Return where the joint tokens of each token end, ``[num_tokens]``, 0 for none; None if the step has none."""
+        range_ends: IntArray | None = None
+        first_tokens = np.cumsum(batch.query_lens) - batch.query_lens
+        for row, first_token in zip(batch.rows.tolist(), first_tokens.tolist(), strict=True):
+            num_joint = self.num_joint_tokens.pop(row, 0)
+            if num_joint:
+                range_ends = np.zeros(int(batch.query_lens.sum()), np.int64) if range_ends is None else range_ends
+                range_ends[first_token : first_token + num_joint] = num_joint
+        return range_ends
 
     def _may_skip(self, batch: StepBatch) -> bool:
         return are_last_tokens(batch) and (self._skip_policy is None or self._skip_policy(batch))

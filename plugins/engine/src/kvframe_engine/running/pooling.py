@@ -13,7 +13,6 @@ import torch
 
 from kvframe import Hints
 from kvframe.contract.description import Pooling
-from kvframe.contract.specs import TokenRange
 from kvframe_engine.requests.progress import NO_HINTS, FinishReason, RequestProgress
 from kvframe_engine.running.model_runner import ModelRunner
 from kvframe_engine.running.next_tokens import FAILED
@@ -68,7 +67,7 @@ class EmbeddingRequest(RequestProgress):
         cache_salt: str = "",
         owner: str = "",
         hints: Hints = NO_HINTS,
-        ranges: tuple[TokenRange, ...] = (),
+        num_joint_tokens: int = 0,
     ) -> EmbeddingRequest:
         """Return a request that has not started.
 
@@ -79,7 +78,7 @@ class EmbeddingRequest(RequestProgress):
             cache_salt: The request shares cached prefixes with requests of the same salt.
             owner: Whose request it is.
             hints: What its sender knows of it.
-            ranges: Ranges of the text whose tokens see each other in both directions, checked.
+            num_joint_tokens: As for ``RequestProgress``.
         """
         request = cls(
             request_id=request_id,
@@ -88,7 +87,7 @@ class EmbeddingRequest(RequestProgress):
             cache_salt=cache_salt,
             owner=owner,
             hints=hints,
-            ranges=ranges,
+            num_joint_tokens=num_joint_tokens,
         )
         request.wants_prompt_rows = pooling.mode != "last"
         return request

@@ -9,7 +9,6 @@ import attrs
 
 from kvframe import FoundPrefix, Hints, InputSequence
 from kvframe.contract.order import IntArray
-from kvframe.contract.specs import TokenRange
 from kvframe_engine.requests.progress import NO_HINTS, NO_SEQUENCES, RequestProgress, RequestT
 from kvframe_engine.scheduling.stats import SchedulerStats
 
@@ -28,7 +27,6 @@ class RequestCache(Protocol):
         salt: str = "",
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_SEQUENCES,
-        ranges: Sequence[TokenRange] = (),
         num_prompt_tokens: int | None = None,
     ) -> int:
         """Add a request; return the number of tokens that a cached prefix covers, fewer than ``token_ids``."""
@@ -165,7 +163,7 @@ class RequestBlocks(Generic[RequestT]):
 
     def _fork(self, request: RequestT, other: RequestProgress) -> int:
         """Start a request from the computed tokens of another one that pauses; one step computes the known rest."""
-        self._cache.fork(other.request_id, request.request_id, request.cache_tokens)
+        self._cache.fork(other.request_id, request.request_id, request.token_ids)
         try:
             if not self._extend_first(request, len(request.token_ids)):
                 self.release(request)
@@ -201,11 +199,10 @@ class RequestBlocks(Generic[RequestT]):
         while True:
             hit = self._cache.start(
                 request.request_id,
-                request.cache_tokens,
+                request.token_ids,
                 salt=request.cache_salt,
                 use_prefix=request.uses_prefix,
                 inputs=request.input_sequences,
-                ranges=request.ranges,
                 num_prompt_tokens=request.num_prompt_tokens if request.keeps_part else None,
             )
             if request.inputs:
@@ -303,7 +300,7 @@ def is_being_computed(request: RequestT, admitted: Sequence[RequestT], counts: S
             continue
         if any(other.input_sequences[name] == request.input_sequences.get(name) for name in other.new_inputs):
             return True
-        if other.input_sequences != request.input_sequences or other.ranges != request.ranges:
+        if other.input_sequences != request.input_sequences:
             continue
         first = other.num_computed // block_size * block_size
         last = min(other.num_computed + count, most) // block_size * block_size

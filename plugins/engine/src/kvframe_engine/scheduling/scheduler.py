@@ -136,7 +136,6 @@ class Scheduler(Generic[RequestT]):
         self._tiers = tiers
         self._pausing: list[RequestT] = []
         self._choosing: list[RequestT] = []
-        self._ranged: list[RequestT] = []
         # The first waiting request, if it found too few free blocks when it was to be admitted last.
         self._without_blocks: RequestT | None = None
         # The step that was chosen before the outcomes of the one before it were known; None for none.
@@ -233,7 +232,7 @@ class Scheduler(Generic[RequestT]):
             None if the next step depends on the outcomes, or on blocks that are not free.
         """
         self._ahead = None
-        waits_for_outcomes = self._drafting is not None or self._pausing or self._choosing or self._ranged
+        waits_for_outcomes = self._drafting is not None or self._pausing or self._choosing
         is_ranked = bool(self.waiting.queues) and self.waiting.ranks_running
         if waits_for_outcomes or is_ranked or len(step.requests) < len(self.running):
             return None
@@ -443,13 +442,11 @@ class Scheduler(Generic[RequestT]):
         if int(counts.sum()) > budget:
             if self.waiting.ranks_running and not self.waiting.has_several_owners and self._rank():
                 return self._continue_running()
-            if not self._ranged and self.waiting.has_several_owners:
+            if self.waiting.has_several_owners:
                 counts = self._divide(counts)
             else:
                 counts = np.minimum(counts, budget - (np.cumsum(counts) - counts))
                 counts = counts[counts > 0]
-        if self._ranged:
-            counts = self._without_parts(counts)
         try:
             if self._cache.extend_rows(rows[: len(counts)], num_computed[: len(counts)] + counts):
                 return counts
@@ -470,22 +467,6 @@ class Scheduler(Generic[RequestT]):
                 granted.append(count)
                 budget -= count
         return np.array(granted, dtype=np.int64)
-
-    def _without_parts(self, counts: IntArray) -> IntArray:
-        """Return how many tokens running requests compute, if no range of a prompt is divided.
-
-        A request whose next range exceeds what requests before it leave of the step waits, and with it those after it:
-        so it need not wait for them.
-        """
-        self._ranged = [each for each in self._ranged if each.row >= 0 and each.num_computed < each.ranges[-1][1]]
-        for request in self._ranged:
-            index = self.running.index(request)
-            if index < len(counts):
-                end = request.end_of_step(request.num_computed, int(counts[index]))
-                counts[index] = end - request.num_computed
-                if end == request.num_computed:
-                    counts = counts[:index]
-        return counts
 
     def _choose_kept(self) -> None:
         """Let layers choose what they keep of the prompts that the last step completed; preempt some if necessary."""
@@ -657,8 +638,6 @@ class Scheduler(Generic[RequestT]):
                 self._pausing.append(request)
             if request.keeps_part and not request.has_chosen:
                 self._choosing.append(request)
-            if request.ranges and request.num_computed < request.ranges[-1][1]:
-                self._ranged.append(request)
             self.waiting.take(request)
             self.running.append(request)
             admitted.append(request)

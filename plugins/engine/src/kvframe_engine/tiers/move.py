@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import numpy as np
 import numpy.typing as npt
 
-from kvframe import HostStorage, KVCacheManager, Pin, PrefixBlocks, RangedTokens
+from kvframe import HostStorage, KVCacheManager, Pin, PrefixBlocks
 from kvframe_engine.requests.progress import RequestProgress
 from kvframe_engine.tiers.stored_pages import StoredPages
 
@@ -70,16 +70,14 @@ class Move:
             LookupError: A block that was on the device is there no longer. Nothing changed.
         """
         tier = self._manager.host_tier
-        ranges = [part for part in request.ranges if part[1] <= self._num_tokens]
         token_ids = array("I", request.token_ids[: self._num_tokens])
         with nullcontext() if tier is None else tier.holding(self._in_host):
             return self._manager.restore(
-                RangedTokens(token_ids, ranges) if ranges else token_ids,
+                token_ids,
                 self._copies,
                 self._copy,
                 salt=request.cache_salt,
                 inputs=request.input_sequences,
-                ranges=ranges,
             )
 
     def _number(self, group: int, needed: npt.NDArray[np.bool_]) -> list[int]:

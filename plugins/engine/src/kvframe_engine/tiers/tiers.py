@@ -239,11 +239,10 @@ class Tiers:
 
     def _blocks_of(self, request: RequestProgress, known: PrefixBlocks | None) -> PrefixBlocks:
         return self._manager.prefix_blocks(
-            request.cache_tokens,
+            request.token_ids,
             secret=self._secret,
             salt=request.cache_salt,
             inputs=request.input_sequences,
-            ranges=request.ranges,
             num_prompt_tokens=request.num_prompt_tokens if request.keeps_part else None,
             known=known,
         )
