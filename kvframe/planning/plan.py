@@ -114,7 +114,7 @@ class KVCachePlan:
         """Bytes that a run allocates for the pool."""
         return self.null_bytes + self.num_slabs * self.slab_bytes
 
-    @property
+    @cached_property
     def alignment(self) -> int:
         """Tokens of a cached prefix are a multiple of this: whole blocks in every group of the requests' own tokens."""
         return math.lcm(*(group.block_size for group in self.groups if not group.is_of_input))

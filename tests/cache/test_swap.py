@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_engine.assembly import find_page_copier
-from kvframe_engine.requests.request import RequestOutput, SamplingParams
+from kvframe_engine.requests.output import RequestOutput
+from kvframe_engine.requests.request import SamplingParams
 from kvframe_engine.scheduling.stats import EngineStats
 from kvframe_kernels.triton.pages import copy_pages
 from kvframe_torch.backend import TorchBackend

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from kvframe_engine.core import STEP_FAILED
-from kvframe_engine.requests.request import RequestOutput, SamplingParams
+from kvframe_engine.requests.output import RequestOutput
+from kvframe_engine.requests.request import SamplingParams
 
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError
 from tests.engine.scripted_model import MAX_MODEL_LEN, ScriptedModel

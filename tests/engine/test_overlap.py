@@ -14,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_engine.engine import Engine
-from kvframe_engine.requests.request import RequestOutput, SamplingParams
+from kvframe_engine.requests.output import RequestOutput
+from kvframe_engine.requests.request import SamplingParams
 from kvframe_engine.running.launched_steps import HostCopy
 from kvframe_engine.running.model_runner import TokenRunner
 

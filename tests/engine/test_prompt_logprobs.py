@@ -12,7 +12,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from kvframe_engine.requests.request import RequestOutput, SamplingParams
+from kvframe_engine.requests.output import RequestOutput
+from kvframe_engine.requests.request import SamplingParams
 
 from kvframe import Engine
 from kvframe.contract.errors import RequestError

@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 import pytest
 from kvframe_engine.engine import Engine
-from kvframe_engine.requests.request import RequestOutput, SamplingParams
+from kvframe_engine.requests.output import RequestOutput
+from kvframe_engine.requests.request import SamplingParams
 
 from kvframe.contract.errors import RequestError
 from tests.covering import keep

@@ -25,7 +25,7 @@ import attrs
 import torch
 from kvframe_engine.ranks import links
 from kvframe_engine.ranks.follower import Follower
-from kvframe_engine.requests.request import RequestOutput
+from kvframe_engine.requests.output import RequestOutput
 from kvframe_engine.tiers import tiers
 from kvframe_transformers import adapter  # noqa: F401  # imported before the processes are forked
 from transformers import AutoModelForCausalLM

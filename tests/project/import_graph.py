@@ -34,17 +34,26 @@ class Run:
 
     def __enter__(self) -> Self:
         self._lines: dict[str, set[int]] = {}
+        self._caller = sys._getframe(1)
         self._before = sys.gettrace()
         sys.settrace(self._trace)
         return self
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_name == "<module>":
+        if event == "call" and self._is_imported(frame):
             return None
         file_lines = self._lines.setdefault(frame.f_code.co_filename, set())
         if event == "line":
             file_lines.add(frame.f_lineno)
         return self._trace
+
+    def _is_imported(self, frame: FrameType | None) -> bool:
+        """Return whether an import runs a frame: that of a module, of a class, or of a function that these call."""
+        while frame is not None and frame is not self._caller:
+            if frame.f_code.co_name == "<module>":
+                return True
+            frame = frame.f_back
+        return False
 
     def __exit__(self, *error: object) -> None:
         sys.settrace(self._before)

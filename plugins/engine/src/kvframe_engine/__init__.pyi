@@ -2,8 +2,8 @@
 
 from .embedding import Embedder as Embedder
 from .engine import Engine as Engine
+from .requests.output import RequestOutput as RequestOutput
 from .requests.prompt import Prompt as Prompt
-from .requests.request import RequestOutput as RequestOutput
 from .requests.request import SamplingParams as SamplingParams
 from .running.pooling import EmbeddingOutput as EmbeddingOutput
 from .testing.adapter_checks import adapter_checks as adapter_checks

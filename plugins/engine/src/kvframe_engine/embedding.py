@@ -17,15 +17,8 @@ from kvframe_engine.assembly import Assembly
 from kvframe_engine.core import EngineCore
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.leader import Leader
-from kvframe_engine.requests.prompt import (
-    check_owner,
-    check_salt,
-    checked_hints,
-    hints_of_each,
-    owner_of_each,
-    prompts_of,
-    salt_of_each,
-)
+from kvframe_engine.requests.admission import check_owner, check_salt, checked_hints
+from kvframe_engine.requests.prompt import hints_of_each, owner_of_each, prompts_of, salt_of_each
 from kvframe_engine.running.model_runner import SkipPolicy
 from kvframe_engine.running.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
 from kvframe_engine.turns import verb

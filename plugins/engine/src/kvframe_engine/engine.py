@@ -20,23 +20,19 @@ from kvframe_engine.pipeline import StepPipeline
 from kvframe_engine.prefixes.fingerprint import fingerprint_of
 from kvframe_engine.prefixes.of_prompts import PromptPrefixes
 from kvframe_engine.prefixes.saved import PrefixFiles, SavedPrefix, checked_path
-from kvframe_engine.requests.admission import check_token_ids
+from kvframe_engine.requests.admission import check_owner, check_salt, check_token_ids, checked_hints, checked_params
+from kvframe_engine.requests.output import RequestOutput
 from kvframe_engine.requests.params import SamplingParams
 from kvframe_engine.requests.processors import Processors
 from kvframe_engine.requests.prompt import (
     AnyPrompt,
-    check_owner,
-    check_salt,
-    checked_hints,
-    checked_params,
     hints_of_each,
-    make_samples,
     owner_of_each,
     params_for_each,
     prompts_of,
     salt_of_each,
 )
-from kvframe_engine.requests.request import Request, RequestOutput
+from kvframe_engine.requests.request import Request, make_samples
 from kvframe_engine.requests.stops import NO_STOPS, StopStrings
 from kvframe_engine.requests.text import TextStream
 from kvframe_engine.running.draft_runner import DraftRunner

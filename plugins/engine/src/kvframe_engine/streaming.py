@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvframe_engine.requests.request import RequestOutput
+from kvframe_engine.requests.output import RequestOutput
 from kvframe_engine.turns import Turns, verb
 
 

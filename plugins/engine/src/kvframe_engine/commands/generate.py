@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from kvframe import Use
     from kvframe_engine.engine import Engine
     from kvframe_engine.prefixes.saved import SavedPrefix
+    from kvframe_engine.requests.output import RequestOutput
     from kvframe_engine.requests.params import SamplingParams
-    from kvframe_engine.requests.request import RequestOutput
 
 _MOST_FLUSH_SECONDS = 60.0
 """How long a command waits at its end for page stores."""

@@ -9,7 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from kvframe_engine.engine import Engine
-    from kvframe_engine.requests.request import RequestOutput
+    from kvframe_engine.requests.output import RequestOutput
 
 
 def is_textless(engine: Engine) -> bool:

@@ -10,10 +10,10 @@ import attrs
 
 from kvframe import InputSequence, KVCacheManager, Pin
 from kvframe.contract.errors import RequestError
-from kvframe_engine.requests.admission import Admission
+from kvframe_engine.requests.admission import Admission, check_salt
 from kvframe_engine.requests.params import SamplingParams
 from kvframe_engine.requests.progress import NO_SEQUENCES, input_sequences
-from kvframe_engine.requests.prompt import AnyPrompt, Prompt, check_salt
+from kvframe_engine.requests.prompt import AnyPrompt, Prompt
 
 JUST_COMPUTE = SamplingParams(max_new_tokens=1, ignore_eos=True)
 """The parameters of a request that only computes its prompt; for this, it generates one token."""

@@ -23,7 +23,8 @@ from kvframe_engine.prefixes.file_reader import PrefixFileReader
 from kvframe_engine.prefixes.file_writer import PrefixFileWriter
 from kvframe_engine.prefixes.fingerprint import layout_of
 from kvframe_engine.prefixes.of_prompts import PromptPrefixes
-from kvframe_engine.requests.prompt import AnyPrompt, check_salt, salt_of_each
+from kvframe_engine.requests.admission import check_salt
+from kvframe_engine.requests.prompt import AnyPrompt, salt_of_each
 
 _A_KEY = "64 hexadecimal digits or a file of them"
 _BYTES_AT_ONCE = 16 << 20

@@ -8,17 +8,20 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
-from kvframe import KVCachePlan, Stack, content_key
+from kvframe import Hints, KVCacheManager, KVCachePlan, Stack, content_key
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.specs import ENCODER
 from kvframe_engine.requests.params import SamplingParams, bad_params
-from kvframe_engine.requests.progress import NO_INPUTS
+from kvframe_engine.requests.progress import NO_HINTS, NO_INPUTS
 from kvframe_engine.requests.prompt import AnyPrompt, Prompt, unpacked
 
 T = TypeVar("T")
 
+check_salt = KVCacheManager.check_salt
+MAX_OWNER_CHARS = 1024
+"""The most characters of an owner's name."""
 MAX_VOCAB_SIZE = 1 << 32
 """Token ids are stored in four bytes each."""
 
@@ -173,7 +176,7 @@ class Admission:
             token_ids = _tokens_of("the tokenizer", lambda: self._model.encode(text))
         else:
             self._check_length(_num_items(prompt), params)
-            token_ids = _whole_numbers(unpacked(prompt))
+            token_ids = _whole_numbers(prompt if isinstance(prompt, list) else unpacked(prompt))
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one token", code="empty_prompt")
         self._check_length(len(token_ids), params)
@@ -181,7 +184,7 @@ class Admission:
             wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
             raise RequestError(f"{shown(wrong)} is not a token id; the model has [0, {vocab_size})", code="bad_token")
         num_tokens = min(len(token_ids) + (0 if params is None else params.max_new_tokens), max_len)
-        if not self.plan.fits(num_tokens, input_lens or {}):
+        if not (self.plan.longest_fits or self.plan.fits(num_tokens, input_lens or {})):
             raise RequestError(
                 f"a request of {num_tokens} tokens does not fit the cache of {self.plan.total_bytes} bytes, even "
                 "alone; give more memory or ask for fewer tokens",
@@ -243,6 +246,40 @@ class Admission:
             return tuple(_whole_numbers(unpacked(prompt)))
         except RequestError:
             return ()
+
+
+def checked_params(params: Any, default: SamplingParams) -> SamplingParams:
+    """Return a request's parameters: ``default`` for None.
+
+    Raises:
+        RequestError: ``params`` is neither ``SamplingParams`` nor None (``bad_params``).
+    """
+    if params is None:
+        return default
+    if not isinstance(params, SamplingParams):
+        raise bad_params(f"params must be a SamplingParams or None, not {shown(params)}")
+    return params
+
+
+def check_owner(owner: object) -> None:
+    """Refuse an owner that is not a string, or is too long, with a ``RequestError`` (``bad_owner``)."""
+    if not isinstance(owner, str) or len(owner) > MAX_OWNER_CHARS:
+        raise RequestError(
+            f"owner must be a string of at most {MAX_OWNER_CHARS:,} characters, not {shown(owner)}", code="bad_owner"
+        )
+
+
+def checked_hints(hints: Any) -> Hints:
+    """Return a request's hints: ``NO_HINTS`` for None.
+
+    Raises:
+        RequestError: ``hints`` is neither ``Hints`` nor None (``bad_hints``).
+    """
+    if hints is None:
+        return NO_HINTS
+    if not isinstance(hints, Hints):
+        raise RequestError(f"hints must be a Hints or None, not {shown(hints)}", code="bad_hints")
+    return hints
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int | None) -> None:

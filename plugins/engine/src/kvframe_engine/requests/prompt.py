@@ -1,23 +1,15 @@
-"""Prompts, alone and in batches, with their parameters, salts and owners; the samples of one prompt as requests."""
+"""Prompts, alone and in batches, and the parameters, salts, owners and hints of each of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import attrs
 
-from kvframe import Hints, KVCacheManager
+from kvframe import Hints
 from kvframe.contract.errors import RequestError, shown
 from kvframe_engine.requests.params import SamplingParams, bad_params
-from kvframe_engine.requests.processors import Started
-from kvframe_engine.requests.progress import NO_HINTS
-from kvframe_engine.requests.request import Request
-from kvframe_engine.requests.text import TextStream
-
-check_salt = KVCacheManager.check_salt
-MAX_OWNER_CHARS = 1024
-"""The most characters of an owner's name."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -108,19 +100,6 @@ def _as_rows(values: Any) -> list[list[Any]] | None:
 # --- what comes with prompts ------------------------------------------------------------------------------------------
 
 
-def checked_params(params: Any, default: SamplingParams) -> SamplingParams:
-    """Return a request's parameters: ``default`` for None.
-
-    Raises:
-        RequestError: ``params`` is neither ``SamplingParams`` nor None (``bad_params``).
-    """
-    if params is None:
-        return default
-    if not isinstance(params, SamplingParams):
-        raise bad_params(f"params must be a SamplingParams or None, not {shown(params)}")
-    return params
-
-
 def params_for_each(params: Any, num_requests: int) -> Sequence[Any]:
     """Return the parameters of each request of a batch; they are not checked yet.
 
@@ -138,14 +117,6 @@ def params_for_each(params: Any, num_requests: int) -> Sequence[Any]:
     if len(params) != num_requests:
         raise bad_params(f"{num_requests} prompts have {len(params)} params")
     return params
-
-
-def check_owner(owner: object) -> None:
-    """Refuse an owner that is not a string, or is too long, with a ``RequestError`` (``bad_owner``)."""
-    if not isinstance(owner, str) or len(owner) > MAX_OWNER_CHARS:
-        raise RequestError(
-            f"owner must be a string of at most {MAX_OWNER_CHARS:,} characters, not {shown(owner)}", code="bad_owner"
-        )
 
 
 def salt_of_each(cache_salt: str | Sequence[str], num_requests: int) -> Sequence[str]:
@@ -174,19 +145,6 @@ def _one_for_each(values: str | Sequence[str], num_requests: int, name: str, cod
     return values
 
 
-def checked_hints(hints: Any) -> Hints:
-    """Return a request's hints: ``NO_HINTS`` for None.
-
-    Raises:
-        RequestError: ``hints`` is neither ``Hints`` nor None (``bad_hints``).
-    """
-    if hints is None:
-        return NO_HINTS
-    if not isinstance(hints, Hints):
-        raise _bad_hints(f"hints must be a Hints or None, not {shown(hints)}")
-    return hints
-
-
 def hints_of_each(hints: Any, num_requests: int) -> Sequence[Any]:
     """Return the hints of each request of a batch; they are not checked yet.
 
@@ -208,56 +166,3 @@ def hints_of_each(hints: Any, num_requests: int) -> Sequence[Any]:
 
 def _bad_hints(message: str) -> RequestError:
     return RequestError(message, code="bad_hints")
-
-
-# --- requests ---------------------------------------------------------------------------------------------------------
-
-
-def make_samples(
-    ids: Sequence[str],
-    token_ids: Sequence[int],
-    params: SamplingParams,
-    make_text_stream: Callable[[], TextStream | None],
-    start_processors: Callable[[], tuple[Started, ...]],
-    *,
-    forks: bool,
-    **shared: Any,
-) -> list[Request]:
-    """Return the samples of one prompt as requests.
-
-    Args:
-        ids: Their ids, the first one the id that the owner uses.
-        token_ids: The prompt.
-        params: The parameters of the prompt; sample ``i`` has the seed ``seed + i``.
-        make_text_stream: Returns what turns the tokens of one sample into text; None if there is no tokenizer.
-        start_processors: Returns the logits processors of one sample.
-        forks: Whether the other samples fork from the first one, so that the prompt is computed once.
-        shared: Further arguments of ``Request.create``, equal for all samples.
-    """
-    requests = [
-        Request.create(
-            each_id,
-            token_ids,
-            each,
-            text_stream=make_text_stream(),
-            processors=start_processors(),
-            asked_id=ids[0],
-            sample=sample,
-            **shared,
-        )
-        for sample, (each_id, each) in enumerate(zip(ids, _params_of_each(params), strict=True))
-    ]
-    if len(requests) > 1 and forks:
-        # Each sample computes the prompt's last token itself, because it samples from the logits of that token.
-        requests[0].pause_at = len(token_ids) - 1
-        for request in requests[1:]:
-            request.forks_from = requests[0]
-    return requests
-
-
-def _params_of_each(params: SamplingParams) -> list[SamplingParams]:
-    """Return the params of each sample, as if it were a request of its own: sample ``i`` has the seed ``seed + i``."""
-    if params.n == 1:
-        return [params]
-    seeds = [None if params.seed is None else params.seed + index for index in range(params.n)]
-    return [attrs.evolve(params, n=1, seed=seed) for seed in seeds]

@@ -1,148 +1,21 @@
-"""One generating request: its parameters, its generated tokens, and the outputs for its owner."""
+"""One generating request: its parameters and its generated tokens; the samples of one prompt as requests."""
 
 from __future__ import annotations
 
 import random
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 
-from kvframe import FoundPrefix, Hints
 from kvframe.contract.foreign import safe_text
-from kvframe.contract.model import ModelInput
+from kvframe_engine.requests.output import RequestOutput, Transcript
 from kvframe_engine.requests.params import SamplingParams as SamplingParams
 from kvframe_engine.requests.processors import Started
-from kvframe_engine.requests.progress import NO_HINTS, NO_INPUTS, FinishReason, RequestProgress
+from kvframe_engine.requests.progress import RequestProgress
 from kvframe_engine.requests.text import TextStream
-
-
-@attrs.define(eq=False)
-class Transcript:
-    """What a request has produced so far.
-
-    Invariant: each list only grows, so an output refers to it and to its length at that time.
-
-    Attributes:
-        token_ids: The prompt and the generated tokens.
-        text_parts: The text, in the parts that were reported.
-        logprobs: The log-probability of each generated token, if the params ask for it.
-        top_logprobs: For each generated token, the log-probabilities of the most likely tokens, likewise. Both lists
-            may have further entries for drafts after a request's end.
-    """
-
-    token_ids: Sequence[int] = ()
-    text_parts: list[str] = attrs.field(factory=list)
-    logprobs: list[float] = attrs.field(factory=list)
-    top_logprobs: list[dict[int, float]] = attrs.field(factory=list)
-
-
-# Not frozen: one is made for each request in each step, and a frozen one takes four times as long.
-@attrs.define(eq=False, repr=False)
-class RequestOutput:
-    """What a request has produced, and which part of it is new since the last report; no later step changes it.
-
-    An output stores what is new. The whole is built when it is read: ``text``, ``token_ids``, ``logprobs`` and
-    ``top_logprobs``. So read them once, and not in a loop over tokens.
-
-    Attributes:
-        request_id: The request.
-        sample: The index of the sample, from 0, if the params ask for several; each has its own outputs.
-        prompt_token_ids: Its prompt.
-        new_token_ids: The tokens since the last report.
-        new_text: The text since the last report. It never ends within a character or within a possible stop string, so
-            the parts of a request add up to its text.
-        finish_reason: Why it ended; None until then.
-        error: One sentence if the reason is ``refused`` or ``error``.
-        prompt_logprobs: For each prompt token, the logarithm of its probability after the tokens before it, from the
-            model's logits without temperature; None for the first token, NaN if the logits are not numbers. The whole
-            field is None unless the params ask for it, and until the whole prompt is computed.
-        prompt_top_logprobs: For each prompt token, the same of the most likely tokens in its position, by token id, the
-            most likely first; None for the first token. The whole field is None as ``prompt_logprobs`` is, and unless
-            the params ask for ``top_logprobs`` too.
-        cached: What was found of the prompt in the cache, which group limited it and why; None before it is admitted.
-    """
-
-    request_id: str
-    sample: int = 0
-    prompt_token_ids: tuple[int, ...] = ()
-    new_token_ids: tuple[int, ...] = ()
-    new_text: str = ""
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    prompt_logprobs: tuple[float | None, ...] | None = None
-    prompt_top_logprobs: tuple[Mapping[int, float] | None, ...] | None = None
-    cached: FoundPrefix | None = None
-    # What the request has produced, how much of it there was, and which log-probabilities the params ask for.
-    _transcript: Transcript = attrs.field(factory=Transcript)
-    _num_generated: int = 0
-    _num_parts: int = 0
-    _has_logprobs: bool = False
-    _has_top_logprobs: bool = False
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Every token generated so far, an end token included."""
-        num_prompt_tokens = len(self.prompt_token_ids)
-        return tuple(self._transcript.token_ids[num_prompt_tokens : num_prompt_tokens + self._num_generated])
-
-    @property
-    def text(self) -> str:
-        """The text of ``token_ids``, cut before a stop string; empty if the model has no tokenizer."""
-        return "".join(self._transcript.text_parts[: self._num_parts])
-
-    @property
-    def logprobs(self) -> tuple[float, ...] | None:
-        """For each of ``token_ids``, the logarithm of its probability after the tokens before it.
-
-        It comes from the model's logits without temperature. None unless the params ask for it.
-        """
-        return tuple(self._transcript.logprobs[: self._num_generated]) if self._has_logprobs else None
-
-    @property
-    def new_logprobs(self) -> tuple[float, ...] | None:
-        """The same for each of ``new_token_ids``."""
-        return tuple(self._transcript.logprobs[self._new]) if self._has_logprobs else None
-
-    @property
-    def top_logprobs(self) -> tuple[Mapping[int, float], ...] | None:
-        """For each of ``token_ids``, the log-probabilities of the most likely tokens in its position.
-
-        They are by token id, the most likely first. None unless the params ask for them.
-        """
-        return tuple(self._transcript.top_logprobs[: self._num_generated]) if self._has_top_logprobs else None
-
-    @property
-    def new_top_logprobs(self) -> tuple[Mapping[int, float], ...] | None:
-        """The same for each of ``new_token_ids``."""
-        return tuple(self._transcript.top_logprobs[self._new]) if self._has_top_logprobs else None
-
-    @property
-    def _new(self) -> slice:
-        """The generated tokens since the last report."""
-        return slice(self._num_generated - len(self.new_token_ids), self._num_generated)
-
-    def __repr__(self) -> str:
-        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in _SHOWN)
-        return f"RequestOutput({values})"
-
-
-_SHOWN = [
-    "request_id",
-    "sample",
-    "prompt_token_ids",
-    "new_token_ids",
-    "text",
-    "new_text",
-    "finish_reason",
-    "error",
-    "logprobs",
-    "top_logprobs",
-    "prompt_logprobs",
-    "prompt_top_logprobs",
-    "cached",
-]
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -202,17 +75,9 @@ class Request(RequestProgress):
         *,
         eos_token_ids: frozenset[int],
         max_model_len: int,
-        text_stream: TextStream | None = None,
-        processors: tuple[Started, ...] = (),
-        inputs: Mapping[str, ModelInput] = NO_INPUTS,
-        cache_salt: str = "",
-        owner: str = "",
-        hints: Hints = NO_HINTS,
-        asked_id: str | None = None,
-        sample: int = 0,
         boundaries: tuple[int, ...] = (),
         keeps_part: bool = False,
-        num_joint_tokens: int = 0,
+        **attributes: Any,
     ) -> Request:
         """Return a request that has not started.
 
@@ -222,36 +87,21 @@ class Request(RequestProgress):
             params: How to sample and when to stop.
             eos_token_ids: The model's end tokens.
             max_model_len: The most tokens of any request.
-            text_stream: Turns its tokens into text; None if the model has no tokenizer.
-            processors: The logits processors that it names.
-            inputs: Its inputs beside the tokens, by sequence, checked.
-            cache_salt: The request shares cached prefixes with requests of the same salt.
-            owner: Whose request it is.
-            hints: What its sender knows of it.
-            asked_id: The id that its owner uses; ``request_id`` unless given.
-            sample: The index of the sample.
             boundaries: Tokens of the prompt at which steps end, ascending.
             keeps_part: Whether layers keep a part of the prompt; a step ends with the prompt then.
-            num_joint_tokens: As for ``RequestProgress``.
+            attributes: Further attributes.
         """
+        num_prompt_tokens = len(prompt_token_ids)
         return cls(
             request_id=request_id,
-            asked_id=request_id if asked_id is None else asked_id,
-            sample=sample,
             token_ids=array("I", prompt_token_ids),
-            num_prompt_tokens=len(prompt_token_ids),
+            num_prompt_tokens=num_prompt_tokens,
             params=params,
             end_token_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else eos_token_ids),
-            max_tokens=min(len(prompt_token_ids) + params.max_new_tokens, max_model_len),
-            text_stream=text_stream,
-            processors=processors,
-            inputs=inputs,
-            cache_salt=cache_salt,
-            owner=owner,
-            hints=hints,
-            boundaries=(*boundaries, len(prompt_token_ids)) if keeps_part else boundaries,
+            max_tokens=min(num_prompt_tokens + params.max_new_tokens, max_model_len),
+            boundaries=(*boundaries, num_prompt_tokens) if keeps_part else boundaries,
             keeps_part=keeps_part,
-            num_joint_tokens=num_joint_tokens,
+            **attributes,
         )
 
     def __attrs_post_init__(self) -> None:
@@ -396,3 +246,53 @@ class Request(RequestProgress):
         """Mark the last report as not seen by the owner."""
         self.num_reported -= len(output.new_token_ids)
         self.num_reported_chars -= len(output.new_text)
+
+
+def make_samples(
+    ids: Sequence[str],
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    make_text_stream: Callable[[], TextStream | None],
+    start_processors: Callable[[], tuple[Started, ...]],
+    *,
+    forks: bool,
+    **shared: Any,
+) -> list[Request]:
+    """Return the samples of one prompt as requests.
+
+    Args:
+        ids: Their ids, the first one the id that the owner uses.
+        token_ids: The prompt.
+        params: The parameters of the prompt; sample ``i`` has the seed ``seed + i``.
+        make_text_stream: Returns what turns the tokens of one sample into text; None if there is no tokenizer.
+        start_processors: Returns the logits processors of one sample.
+        forks: Whether the other samples fork from the first one, so that the prompt is computed once.
+        shared: Further arguments of ``Request.create``, equal for all samples.
+    """
+    requests = [
+        Request.create(
+            each_id,
+            token_ids,
+            each,
+            text_stream=make_text_stream(),
+            processors=start_processors(),
+            asked_id=ids[0],
+            sample=sample,
+            **shared,
+        )
+        for sample, (each_id, each) in enumerate(zip(ids, _params_of_each(params), strict=True))
+    ]
+    if len(requests) > 1 and forks:
+        # Each sample computes the prompt's last token itself, because it samples from the logits of that token.
+        requests[0].pause_at = len(token_ids) - 1
+        for request in requests[1:]:
+            request.forks_from = requests[0]
+    return requests
+
+
+def _params_of_each(params: SamplingParams) -> list[SamplingParams]:
+    """Return the params of each sample, as if it were a request of its own: sample ``i`` has the seed ``seed + i``."""
+    if params.n == 1:
+        return [params]
+    seeds = [None if params.seed is None else params.seed + index for index in range(params.n)]
+    return [attrs.evolve(params, n=1, seed=seed) for seed in seeds]

@@ -1,0 +1,137 @@
+"""What a request has produced: its transcript, and the outputs that its owner gets of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from kvframe import FoundPrefix
+from kvframe_engine.requests.progress import FinishReason
+
+
+@attrs.define(eq=False)
+class Transcript:
+    """What a request has produced so far.
+
+    Invariant: each list only grows, so an output refers to it and to its length at that time.
+
+    Attributes:
+        token_ids: The prompt and the generated tokens.
+        text_parts: The text, in the parts that were reported.
+        logprobs: The log-probability of each generated token, if the params ask for it.
+        top_logprobs: For each generated token, the log-probabilities of the most likely tokens, likewise. Both lists
+            may have further entries for drafts after a request's end.
+    """
+
+    token_ids: Sequence[int] = ()
+    text_parts: list[str] = attrs.field(factory=list)
+    logprobs: list[float] = attrs.field(factory=list)
+    top_logprobs: list[dict[int, float]] = attrs.field(factory=list)
+
+
+# Not frozen: one is made for each request in each step, and a frozen one takes four times as long.
+@attrs.define(eq=False, repr=False)
+class RequestOutput:
+    """What a request has produced, and which part of it is new since the last report; no later step changes it.
+
+    An output stores what is new. The whole is built when it is read: ``text``, ``token_ids``, ``logprobs`` and
+    ``top_logprobs``. So read them once, and not in a loop over tokens.
+
+    Attributes:
+        request_id: The request.
+        sample: The index of the sample, from 0, if the params ask for several; each has its own outputs.
+        prompt_token_ids: Its prompt.
+        new_token_ids: The tokens since the last report.
+        new_text: The text since the last report. It never ends within a character or within a possible stop string, so
+            the parts of a request add up to its text.
+        finish_reason: Why it ended; None until then.
+        error: One sentence if the reason is ``refused`` or ``error``.
+        prompt_logprobs: For each prompt token, the logarithm of its probability after the tokens before it, from the
+            model's logits without temperature; None for the first token, NaN if the logits are not numbers. The whole
+            field is None unless the params ask for it, and until the whole prompt is computed.
+        prompt_top_logprobs: For each prompt token, the same of the most likely tokens in its position, by token id, the
+            most likely first; None for the first token. The whole field is None as ``prompt_logprobs`` is, and unless
+            the params ask for ``top_logprobs`` too.
+        cached: What was found of the prompt in the cache, which group limited it and why; None before it is admitted.
+    """
+
+    request_id: str
+    sample: int = 0
+    prompt_token_ids: tuple[int, ...] = ()
+    new_token_ids: tuple[int, ...] = ()
+    new_text: str = ""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    prompt_logprobs: tuple[float | None, ...] | None = None
+    prompt_top_logprobs: tuple[Mapping[int, float] | None, ...] | None = None
+    cached: FoundPrefix | None = None
+    # What the request has produced, how much of it there was, and which log-probabilities the params ask for.
+    _transcript: Transcript = attrs.field(factory=Transcript)
+    _num_generated: int = 0
+    _num_parts: int = 0
+    _has_logprobs: bool = False
+    _has_top_logprobs: bool = False
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Every token generated so far, an end token included."""
+        num_prompt_tokens = len(self.prompt_token_ids)
+        return tuple(self._transcript.token_ids[num_prompt_tokens : num_prompt_tokens + self._num_generated])
+
+    @property
+    def text(self) -> str:
+        """The text of ``token_ids``, cut before a stop string; empty if the model has no tokenizer."""
+        return "".join(self._transcript.text_parts[: self._num_parts])
+
+    @property
+    def logprobs(self) -> tuple[float, ...] | None:
+        """For each of ``token_ids``, the logarithm of its probability after the tokens before it.
+
+        It comes from the model's logits without temperature. None unless the params ask for it.
+        """
+        return tuple(self._transcript.logprobs[: self._num_generated]) if self._has_logprobs else None
+
+    @property
+    def new_logprobs(self) -> tuple[float, ...] | None:
+        """The same for each of ``new_token_ids``."""
+        return tuple(self._transcript.logprobs[self._new]) if self._has_logprobs else None
+
+    @property
+    def top_logprobs(self) -> tuple[Mapping[int, float], ...] | None:
+        """For each of ``token_ids``, the log-probabilities of the most likely tokens in its position.
+
+        They are by token id, the most likely first. None unless the params ask for them.
+        """
+        return tuple(self._transcript.top_logprobs[: self._num_generated]) if self._has_top_logprobs else None
+
+    @property
+    def new_top_logprobs(self) -> tuple[Mapping[int, float], ...] | None:
+        """The same for each of ``new_token_ids``."""
+        return tuple(self._transcript.top_logprobs[self._new]) if self._has_top_logprobs else None
+
+    @property
+    def _new(self) -> slice:
+        """The generated tokens since the last report."""
+        return slice(self._num_generated - len(self.new_token_ids), self._num_generated)
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in _SHOWN)
+        return f"RequestOutput({values})"
+
+
+_SHOWN = [
+    "request_id",
+    "sample",
+    "prompt_token_ids",
+    "new_token_ids",
+    "text",
+    "new_text",
+    "finish_reason",
+    "error",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "prompt_top_logprobs",
+    "cached",
+]
