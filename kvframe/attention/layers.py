@@ -101,7 +101,7 @@ class Layers(Mapping[str, AttentionLayer]):
         self.local = LocalCaches((), device, max_tokens=0, max_reqs=0) if local is None else local
         self.copies = CopyScratch(device, max_static_copies)
         self.groups = (
-            *form_groups(attending, choices, grouping, device, self.local.places, self.copies),
+            *form_groups(attending, choices, grouping, device, self.local.metadata_indices, self.copies),
             *form_entry_groups([layer for layer in layers if layer.entry_of], grouping, device),
         )
         views = {**views, **self.local.views}
@@ -239,7 +239,7 @@ class Layers(Mapping[str, AttentionLayer]):
             else:
                 batch = attrs.evolve(batch, extensions=extensions)
         metadata = build_metadata(batch, tables, device)
-        return metadata if not self.local.places else (*metadata, *self.local.metadata(batch))
+        return metadata if not self.local.metadata_indices else (*metadata, *self.local.metadata(batch))
 
     def pad_metadata(
         self,

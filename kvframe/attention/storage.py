@@ -307,7 +307,7 @@ class LocalCaches:
     state tensors are alike share their pages.
 
     Attributes:
-        places: For each step-local layer, the index of its metadata in what ``metadata`` returns.
+        metadata_indices: For each step-local layer, the index of its metadata in what ``metadata`` returns.
         views: Per layer, its state tensors by name, each ``[num_pages, *StateTensor.shape], device``; page 0 is the
             null page.
         num_bytes: Bytes of all scratch pages.
@@ -330,7 +330,7 @@ class LocalCaches:
         self.is_poisoned = False
         self.max_tokens = max_tokens
         self._max_reqs = max_reqs
-        self.places: dict[str, int] = {}
+        self.metadata_indices: dict[str, int] = {}
         self.views: dict[str, KVCache] = {}
         buffers: dict[Layout, KVCache] = {}
         block_sizes: list[int] = []
@@ -340,7 +340,7 @@ class LocalCaches:
             size, state = layer.spec.block_size, layer.spec.state_tensors()
             if size not in block_sizes:
                 block_sizes.append(size)
-            self.places[layer.name] = block_sizes.index(size)
+            self.metadata_indices[layer.name] = block_sizes.index(size)
             layout = tuple(sorted(state.items()))
             if layout not in buffers:
                 buffers[layout] = _allocate_scratch(state, 1 + num_pages(size, max_tokens, max_reqs), device)
@@ -356,7 +356,7 @@ class LocalCaches:
 
     def fits(self, query_lens: Sequence[int]) -> bool:
         """Return whether requests with this many tokens each can be computed in one step."""
-        return not self.places or (len(query_lens) <= self._max_reqs and sum(query_lens) <= self.max_tokens)
+        return not self.metadata_indices or (len(query_lens) <= self._max_reqs and sum(query_lens) <= self.max_tokens)
 
     def metadata(self, batch: StepBatch) -> tuple[CommonAttentionMetadata, ...]:
         """Give each request of a step consecutive pages, and return the step's metadata for these layers.
@@ -367,7 +367,7 @@ class LocalCaches:
         Returns:
             One value per block size of the step-local layers, on the host.
         """
-        if not self.places:
+        if not self.metadata_indices:
             return ()
         assert len(batch.rows) <= self._max_reqs
         assert batch.query_lens.sum() <= self.max_tokens

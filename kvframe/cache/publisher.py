@@ -27,8 +27,7 @@ class _Cursor:
         node: The leaf that grows with it, or the node that contained its offset when it was last looked at; None to
             search from the root.
         offset: The tokens whose full blocks were published, by it or by others, before a leaf grew with it.
-        stop: The first token that it does not publish: one that cannot be read, or the start of a range of tokens that
-            see each other, if another request has a range that begins with the same tokens.
+        stop: The first token that cannot be read, from which on nothing is published.
     """
 
     node: RadixNode | None

@@ -66,7 +66,7 @@ class Drafts:
 
 
 def find_drafts(description: ModelDescription, stack: Stack, registry: Registry) -> Drafts:
-    """Return what a stack's proposer adds to a model.
+    """Return what the proposer of a stack that names one adds to a model.
 
     Args:
         description: The served model.
@@ -79,8 +79,7 @@ def find_drafts(description: ModelDescription, stack: Stack, registry: Registry)
         ModelError: There is no such model, or no adapter describes it.
     """
     proposer = make_proposer(stack.model.drafts, registry)
-    if proposer is None:
-        return Drafts()
+    assert proposer is not None
     max_tokens = max_drafts_of(proposer, description)
     if proposer.uses_prediction_heads:
         _check_has_heads(description, proposer, stack, registry)

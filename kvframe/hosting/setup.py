@@ -92,12 +92,14 @@ class Setup:
         """
         if dtype is not None:
             stack = attrs.evolve(stack, model=attrs.evolve(stack.model, dtype=dtype))
-        drafts = find_drafts(description, stack, registry)
-        specs = make_layer_specs(drafts.beside(description), registry, stack, stack.model.dtype, drafts.max_tokens)
+        drafts = Drafts() if stack.model.drafts is None else find_drafts(description, stack, registry)
+        described = drafts.beside(description) if drafts.layers else description
+        specs = make_layer_specs(described, registry, stack, stack.model.dtype, drafts.max_tokens)
         names = {layer.name for layer in description.layers}
         own_specs = tuple(spec for spec in specs if spec.name in names or spec.entry_of in names)
         draft_specs = specs[len(own_specs) :]
-        check_draft_layers(draft_specs, stack)
+        if draft_specs:
+            check_draft_layers(draft_specs, stack)
         return cls(
             description=description,
             layers=own_specs,

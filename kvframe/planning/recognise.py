@@ -208,8 +208,8 @@ def find_reader(path: Path, registry: Registry) -> FoundAdapter | LayerFiles:
 def with_dtype(stack: Stack, path: Path, reader: FoundAdapter | LayerFiles, *, runs_here: bool = True) -> Stack:
     """Return a stack that names a dtype: its own, otherwise that of the checkpoint or layer file.
 
-    A CPU that cannot multiply a dtype of 16 bits computes it more slowly than float32, so that float32 is chosen there,
-    if the model ``runs_here`` and is not planned for another machine.
+    A CPU that cannot multiply a dtype of 16 bits computes it more slowly than float32. On such a CPU, a model that
+    ``runs_here``, and is not planned for another machine, gets float32.
     """
     if stack.model.dtype != AUTO:
         return stack

@@ -72,7 +72,7 @@ def test_layers_whose_state_is_alike_share_their_pages_and_others_do_not() -> No
     assert made.views["L0"] is made.views["L1"]
     places = {view["k"].untyped_storage().data_ptr() for view in made.views.values()}
     assert 3 == len(places)
-    assert {"L0": 0, "L1": 0, "L2": 0, "L3": 1} == made.places
+    assert {"L0": 0, "L1": 0, "L2": 0, "L3": 1} == made.metadata_indices
     assert [4, 8] == [metadata.block_size for metadata in made.metadata(step([3]))]
 
 

@@ -276,15 +276,15 @@ def test_nothing_of_requests_that_wait_is_read(monkeypatch: pytest.MonkeyPatch) 
 
 def test_after_a_rejection_a_request_gets_as_many_drafts_as_were_accepted() -> None:
     pace = Pace(num_drafts=8)
-    assert 0 == pace.learn(8, 4, most=8)
+    assert 0 == pace.learn(8, 4, max_drafts=8)
     assert 4 == pace.num_drafts
-    pace.learn(3, 3, most=8)
+    pace.learn(3, 3, max_drafts=8)
     assert 6 == pace.num_drafts
 
 
 def test_a_request_pauses_if_fewer_than_half_of_its_drafts_are_accepted() -> None:
     pace = Pace(num_drafts=8)
-    assert 1 == pace.learn(8, 3, most=8)
+    assert 1 == pace.learn(8, 3, max_drafts=8)
     assert 3 == pace.num_drafts
 
 
@@ -295,9 +295,9 @@ def test_a_request_whose_drafts_are_wrong_pauses_longer_each_time() -> None:
     found = [bool(run_step(scheduled, num_right=0).drafts) for _ in range(16)]
     assert [place for place, has_drafts in enumerate(found) if has_drafts] == [1, 3, 6, 11]
     pace = Pace(4)
-    waits = [pace.learn(1, 0, most=4) for _ in range(20)]
+    waits = [pace.learn(1, 0, max_drafts=4) for _ in range(20)]
     assert MAX_PAUSE == waits[-1]
-    pace.learn(1, 1, most=4)
+    pace.learn(1, 1, max_drafts=4)
     assert 1 == pace.pause
 
 
@@ -399,7 +399,7 @@ def test_drafts_keep_to_their_requests_and_rows_of_logits_when_a_step_is_packed_
     assert ([0, 1, 2, 3], [0, 2, 0]) == (plain.sampled.tolist(), list(plain.num_drafts))  # type: ignore[call-overload]
     packed = PackedStep.of(step, lambda query_lens: np.array([1, 2, 0]))
     assert ([[30, 31], [], []], requests[1]) == (packed.drafts, packed.requests[0])
-    assert ([0, 1, 2, 7], [1, 0]) == (packed.sampled.tolist(), list(packed.places))  # type: ignore[call-overload]
+    assert ([0, 1, 2, 7], [1, 0]) == (packed.sampled.tolist(), list(packed.sampled_order))  # type: ignore[call-overload]
     assert [3, 4, 5, 6] == packed.prompt_rows.tolist()
 
 

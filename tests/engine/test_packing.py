@@ -78,7 +78,7 @@ def test_each_wanted_row_is_sampled_from_or_tells_of_the_next_prompt_token(
     assert [sampled[request.request_id] for request in generating] == packed.sampled.tolist()
     assert [request.request_id in sampled for request in in_order] == packed.is_sampled.tolist()
     as_given = [request for request in requests if request.request_id in sampled]
-    places = range(len(generating)) if packed.places is None else packed.places
+    places = range(len(generating)) if packed.sampled_order is None else packed.sampled_order
     assert as_given == [generating[place] for place in places]
     assert are_last_tokens(step_batch(packed.query_lens.tolist(), wanted))
 

@@ -1,4 +1,4 @@
-"""The parts of an engine over several ranks, each without another process: places, agreement, tables, connections."""
+"""The parts of an engine over several ranks, each without another process: agreement, tables, connections."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from kvframe_engine.commands.prompts import read_prompts
 from kvframe_engine.ranks import links, step_limit
 from kvframe_engine.ranks.agreement import RankSetup, agree
+from kvframe_engine.ranks.environment import ProcessRank, find_rank, stack_of_rank
 from kvframe_engine.ranks.fingerprint import Fingerprint
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.joining import collectives_for, ranks_of
 from kvframe_engine.ranks.leader import Leader
 from kvframe_engine.ranks.links import END, Failure, Link, connect, listen, packed
 from kvframe_engine.ranks.messages import TableEntries
-from kvframe_engine.ranks.place import Place, find_place, stack_of_rank
 from kvframe_engine.ranks.step_limit import StepLimit
 
 from kvframe import Setup, Stack
@@ -51,7 +51,7 @@ from kvframe.selection.choice import Identity
 SECRET = b"0123456789abcdef"
 
 
-# --- places -----------------------------------------------------------------------------------------------------------
+# --- ranks of processes -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -60,22 +60,22 @@ def second_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-def test_a_process_knows_its_place_from_the_environment_of_torchrun(
+def test_a_process_knows_its_rank_from_the_environment_of_torchrun(
     second_of_two: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Place(1, 2, 1, 2) == find_place()
+    assert ProcessRank(1, 2, 1, 2) == find_rank()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert find_place() is None
+    assert find_rank() is None
     monkeypatch.delenv("LOCAL_RANK")
-    assert find_place() is None
+    assert find_rank() is None
 
 
 def test_each_rank_of_a_machine_takes_the_gpu_of_its_number() -> None:
-    place = Place(rank=5, num_ranks=8, local_rank=1, num_local_ranks=4)
-    assert "cuda:1" == stack_of_rank(Stack.from_mapping({"model": {"device": "cuda"}}), place).model.device
-    assert "cpu" == stack_of_rank(Stack.from_mapping({"model": {"device": "cpu"}}), place).model.device
+    process = ProcessRank(rank=5, num_ranks=8, local_rank=1, num_local_ranks=4)
+    assert "cuda:1" == stack_of_rank(Stack.from_mapping({"model": {"device": "cuda"}}), process).model.device
+    assert "cpu" == stack_of_rank(Stack.from_mapping({"model": {"device": "cpu"}}), process).model.device
     with pytest.raises(StackError, match="'cuda:0' is one device, and there are 8 ranks; set it to 'cuda'"):
-        stack_of_rank(Stack.from_mapping({"model": {"device": "cuda:0"}}), place)
+        stack_of_rank(Stack.from_mapping({"model": {"device": "cuda:0"}}), process)
 
 
 def test_ranks_on_cpus_use_gloo_and_on_gpus_nccl_if_torch_has_it() -> None:

@@ -304,8 +304,8 @@ class EngineCore(ABC, Generic[RequestT]):
         Raises:
             RequestError: ``request_id`` is not an id (``bad_id``).
         """
-        for each in self._requests.samples_of(_checked_id(request_id)):
-            request = self._requests[each]
+        for sample_id in self._requests.samples_of(_checked_id(request_id)):
+            request = self._requests[sample_id]
             if request.finish_reason is None:
                 self._scheduler.end(request, "aborted")
                 self._requests.note([request])
@@ -565,7 +565,7 @@ class EngineCore(ABC, Generic[RequestT]):
             pending = list(added.values())
             while pending:
                 self._advance()
-                pending = [samples for samples in pending if any(each.finish_reason is None for each in samples)]
+                pending = [samples for samples in pending if any(request.finish_reason is None for request in samples)]
                 if on_progress is not None:
                     with self._turns.let_through():
                         goes_on = on_progress(num_requests - len(pending))

@@ -160,7 +160,7 @@ class _DenseLayer:
             more = {name: tensor.double() for name, tensor in (inputs or {}).items()}
             return layer.spec.dense_attention(layer, query.double(), keys, values, more).to(query.dtype)
         group_size = query.shape[1] // keys.shape[1]
-        keys, values = (each.repeat_interleave(group_size, dim=1) for each in (keys, values))
+        keys, values = (tensor.repeat_interleave(group_size, dim=1) for tensor in (keys, values))
         scores = torch.einsum("qhd,thd->hqt", query.double(), keys) * layer.query.scale
         if layer.query.soft_cap is not None:
             scores = layer.query.soft_cap * torch.tanh(scores / layer.query.soft_cap)

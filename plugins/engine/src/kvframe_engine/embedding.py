@@ -249,7 +249,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
             salts = salt_of_each(cache_salt, len(texts))
             owners = owner_of_each(owner, len(texts))
             all_hints = hints_of_each(hints, len(texts))
-        ended = self._serve(
+        ended_requests = self._serve(
             len(texts),
             lambda index: self._add_text(texts[index], None, salts[index], owners[index], all_hints[index]),
             on_progress,
@@ -258,7 +258,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
             self._refused_output(index, texts[index], request)
             if isinstance(request, KVFrameError)
             else request[0].report()
-            for index, request in enumerate(ended)
+            for index, request in enumerate(ended_requests)
         ]
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -312,8 +312,8 @@ class Embedder(EngineCore[EmbeddingRequest]):
 def _check_generates_nothing(stack: Stack) -> None:
     """Refuse what only requests that generate can use; ``graphs = "auto"`` means none here."""
     options = stack.model
-    asked = [("drafts", options.drafts is not None), ("graphs", not isinstance(options.graphs, str))]
-    for key, is_asked in asked:
+    options_given = [("drafts", options.drafts is not None), ("graphs", not isinstance(options.graphs, str))]
+    for key, is_asked in options_given:
         if is_asked:
             raise StackError(
                 f"{stack.source}: engine.{key} is for requests that generate tokens, and an embedder generates none; "

@@ -213,7 +213,7 @@ class Engine(EngineCore[Request]):
             salts = salt_of_each(cache_salt, len(prompts))
             owners = owner_of_each(owner, len(prompts))
             all_hints = hints_of_each(hints, len(prompts))
-        ended = self._serve(
+        ended_requests = self._serve(
             len(prompts),
             lambda index: self._add_samples(
                 prompts[index], params[index], None, salts[index], owners[index], all_hints[index]
@@ -221,7 +221,7 @@ class Engine(EngineCore[Request]):
             on_progress,
         )
         outputs = []
-        for index, samples in enumerate(ended):
+        for index, samples in enumerate(ended_requests):
             if isinstance(samples, KVFrameError):
                 refused = self._refused_output(index, prompts[index], samples)
                 outputs += [attrs.evolve(refused, sample=sample) for sample in range(self._num_samples(params[index]))]
@@ -360,8 +360,11 @@ class Engine(EngineCore[Request]):
         max_drafts, usual_steps = self._scheduler.max_drafts, None
         if max_drafts:
             # All logits of a request's drafts are wanted, of few requests or of many.
-            of_drafts = [(1 + max_drafts, Rows.ALL), (1 + max_drafts, Rows.FEW)]
-            usual_steps = [*((each, Rows.LAST) for each in self.stack.model.graph_query_lens), *of_drafts]
+            steps_of_drafts = [(1 + max_drafts, Rows.ALL), (1 + max_drafts, Rows.FEW)]
+            usual_steps = [
+                *((query_len, Rows.LAST) for query_len in self.stack.model.graph_query_lens),
+                *steps_of_drafts,
+            ]
         runner = TokenRunner(
             self.model,
             assembly.layers,
@@ -403,7 +406,7 @@ class Engine(EngineCore[Request]):
             return HeadsRunner(
                 draft.model, draft.layers, draft.kept, self._manager.tables, runner, make_graphs, query_lens
             )
-        made = ModelRunner(
+        draft_model_runner = ModelRunner(
             draft.model,
             draft.layers,
             self._manager.tables,
@@ -415,7 +418,7 @@ class Engine(EngineCore[Request]):
             ),
             tokens=runner.tokens,
         )
-        return DraftRunner(made, draft.layers)
+        return DraftRunner(draft_model_runner, draft.layers)
 
     def _make_graphs(
         self, assembly: Assembly, forward: Forward, usual_steps: Collection[UsualStep] | None = None
@@ -452,7 +455,9 @@ class Engine(EngineCore[Request]):
             num_joint_tokens = self._admission.num_joint_tokens(token_ids)
             boundaries = self._admission.boundaries(prompt, len(token_ids))
             stops, has_text = StopStrings(params.stop) if params.stop else NO_STOPS, self._admission.has_text
-            started = [self._processors.start(params.processors) for _ in range(params.n)] if params.processors else []
+            processors_of_samples = (
+                [self._processors.start(params.processors) for _ in range(params.n)] if params.processors else []
+            )
             decode_stream = self.model.decode_stream
             if params.special_tokens:
                 decode_stream = partial(decode_stream, special_tokens=True)
@@ -461,7 +466,7 @@ class Engine(EngineCore[Request]):
             token_ids,
             params,
             lambda: TextStream(decode_stream, token_ids, stops) if has_text else None,
-            lambda: started.pop() if started else (),
+            lambda: processors_of_samples.pop() if processors_of_samples else (),
             forks=bool(self.plan.groups) and not num_joint_tokens,
             eos_token_ids=self.model.description.eos_token_ids,
             max_model_len=self._max_model_len,
@@ -546,7 +551,7 @@ class Engine(EngineCore[Request]):
     def _serve_one(self, prompt: AnyPrompt, params: SamplingParams, *, cache_salt: str) -> None:
         requests = self._add_samples(prompt, params, None, cache_salt)
         try:
-            while any(each.finish_reason is None for each in requests):
+            while any(request.finish_reason is None for request in requests):
                 self._advance()
             for request in requests:
                 if request.error is not None:

@@ -95,7 +95,9 @@ class StepPipeline(Generic[RequestT]):
             self._scheduler.forget_ahead()
         requests = [step.requests[index] for index in step.generating.tolist()]
         over = {id(request) for request in requests if self._is_over(request)}
-        outcomes = [-1 if id(request) in over else each for request, each in zip(requests, token_ids, strict=True)]
+        outcomes = [
+            -1 if id(request) in over else token_id for request, token_id in zip(requests, token_ids, strict=True)
+        ]
         self._without_outcome = {
             id(request) for request, outcome in zip(requests, outcomes, strict=True) if outcome < 0 and self._launched
         }
@@ -111,10 +113,10 @@ class StepPipeline(Generic[RequestT]):
         launched, self._launched = self._launched, []
         self._without_outcome = set()
         failed: dict[int, RequestT] = {}
-        for each in launched:
+        for launched_step in launched:
             with suppress(BaseException):
-                each.outcomes()  # after it, the device writes to no page of these requests
-            going_on = [request for request in each.step.requests if request.finish_reason is None]
-            self._scheduler.fail(each.step, error)
+                launched_step.outcomes()  # after it, the device writes to no page of these requests
+            going_on = [request for request in launched_step.step.requests if request.finish_reason is None]
+            self._scheduler.fail(launched_step.step, error)
             failed.update((id(request), request) for request in going_on)
         return list(failed.values())

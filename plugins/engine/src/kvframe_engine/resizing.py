@@ -35,7 +35,7 @@ def resize(
     """
     plan = manager.plan.resized(memory)
     for request in requests:
-        input_lens = {name: each.num_tokens for name, each in request.inputs.items()}
+        input_lens = {name: value.num_tokens for name, value in request.inputs.items()}
         if not plan.fits(request.num_final_tokens, input_lens):
             raise PlanError(
                 f"a cache of {plan.total_bytes} bytes does not hold the request {request.asked_id!r} of "

@@ -42,13 +42,13 @@ def run_packed(
         PlanError: A prompt does not fit the pool, even alone.
     """
     num_prompts, max_len, local = len(prompts), assembly.max_model_len, assembly.layers.local
-    if local.places:
+    if local.metadata_indices:
         max_len = min(max_len, local.max_tokens)
     manager = KVCacheManager(assembly.plan, max_num_seqs=num_prompts, prefix_caching=False)
     description = assembly.model.description
     is_joint = description.bidirectional_prompts
     # Layers that keep nothing of the past see the tokens of a step only.
-    is_whole = in_one_step or last_only or is_joint or bool(local.places) or not description.generates
+    is_whole = in_one_step or last_only or is_joint or bool(local.metadata_indices) or not description.generates
     runner = ModelRunner(
         assembly.model,
         assembly.layers,
@@ -140,7 +140,7 @@ def _run_together(
             manager.commit(str(index), prompts[index].token_ids, stop)
     for index in range(len(prompts)):
         manager.free(str(index))
-    return [torch.cat(each) for each in parts]
+    return [torch.cat(request_parts) for request_parts in parts]
 
 
 def _steps(lens: Sequence[int], *, is_whole: bool, begins_together: bool) -> list[dict[int, tuple[int, int]]]:
@@ -154,7 +154,11 @@ def _steps(lens: Sequence[int], *, is_whole: bool, begins_together: bool) -> lis
     if is_whole:
         ends = [[0, length] for length in lens]
     steps = [
-        {index: (each[step], each[step + 1]) for index, each in enumerate(ends) if each[step] < each[step + 1]}
+        {
+            index: (request_ends[step], request_ends[step + 1])
+            for index, request_ends in enumerate(ends)
+            if request_ends[step] < request_ends[step + 1]
+        }
         for step in range(len(ends[0]) - 1)
     ]
     return [step for step in steps if step]

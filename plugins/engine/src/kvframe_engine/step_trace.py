@@ -95,18 +95,20 @@ class StepTrace(Generic[RequestT]):
         self._manager = manager
         self._began = time.perf_counter()
         self._started = 0.0
-        self._running: dict[str, RequestT] = {each.request_id: each for each in scheduler.running}
+        self._running: dict[str, RequestT] = {request.request_id: request for request in scheduler.running}
         self._num_evicted = manager.stats.num_evictions
 
     def note_scheduled(self, step: ScheduledStep[RequestT]) -> None:
         """Record which requests were preempted and admitted for a step."""
         self._started = self._now()
-        running = {each.request_id: each for each in self._scheduler.running}
+        running = {request.request_id: request for request in self._scheduler.running}
         for request_id, request in self._running.items():
             if request_id not in running and request.finish_reason is None:
-                kept = "its state is swapped out" if request.is_swapped else "its tokens are computed again later"
-                self._note(request, "preempted", f"other requests needed its blocks or its row; {kept}")
-        computed = dict(zip((each.request_id for each in step.requests), step.num_computed.tolist(), strict=True))
+                consequence = (
+                    "its state is swapped out" if request.is_swapped else "its tokens are computed again later"
+                )
+                self._note(request, "preempted", f"other requests needed its blocks or its row; {consequence}")
+        computed = dict(zip((request.request_id for request in step.requests), step.num_computed.tolist(), strict=True))
         for request in step.admitted:
             cached: FoundPrefix | None = getattr(request, "cached", None)
             why = "" if cached is None else cached.why
@@ -148,7 +150,7 @@ class StepTrace(Generic[RequestT]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the recording as plain values, ready for JSON."""
-        return {"steps": [attrs.asdict(each) for each in self.steps], "events": [attrs.asdict(e) for e in self.events]}
+        return {"steps": [attrs.asdict(step) for step in self.steps], "events": [attrs.asdict(e) for e in self.events]}
 
     def _now(self) -> float:
         return time.perf_counter() - self._began

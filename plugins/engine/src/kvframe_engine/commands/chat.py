@@ -88,10 +88,10 @@ def chat(
     Ctrl-C or the end of the input, Ctrl-D, ends the chat. On a terminal, lines can be edited, and the arrow keys bring
     earlier ones back.
     """
-    from kvframe_engine.ranks.place import find_place
+    from kvframe_engine.ranks.environment import find_rank
 
     model = find_model(model, weights=True)
-    if find_place() is not None:
+    if find_rank() is not None:
         raise click.UsageError("a chat reads standard input, which several ranks share: start it in one process")
     stack = read_stack(
         stack_file,
@@ -103,8 +103,8 @@ def chat(
     from kvframe_engine.engine import Engine
 
     with log_lines():
-        made = Engine.from_pretrained(model, stack=stack)
-    with made as engine:
+        new_engine = Engine.from_pretrained(model, stack=stack)
+    with new_engine as engine:
         conversation = Conversation(engine, engine.default_params(max_new_tokens=max_new_tokens, **sampling), system)
         conversation.check()
         if _is_a_dialogue():
@@ -115,8 +115,8 @@ def chat(
             if line == RESET:
                 conversation.reset()
             elif _COMMAND.match(line):
-                asked = "" if line == "/help" else f"kvframe: there is no command {line.split()[0]}: "
-                click.echo(f"{asked}{_HELP}", err=True)
+                refusal = "" if line == "/help" else f"kvframe: there is no command {line.split()[0]}: "
+                click.echo(f"{refusal}{_HELP}", err=True)
             elif line:
                 conversation.answer(line)
 
@@ -146,11 +146,11 @@ class Conversation:
 
     def answer(self, text: str) -> None:
         """Print the answer to a message as it comes, then what it took; an error of this message is printed instead."""
-        asked = [*self.messages, _said("user", text)]
-        before, started = self._engine.stats(), time.perf_counter()
+        messages = [*self.messages, _said("user", text)]
+        stats_before, start_time = self._engine.stats(), time.perf_counter()
         parts: list[str] = []
         try:
-            stream = self._engine.stream(self._encode(asked), self._params)
+            stream = self._engine.stream(self._encode(messages), self._params)
             try:
                 with ctrl_c_raises():
                     output = print_stream(self._engine, stream, parts.append)
@@ -165,13 +165,14 @@ class Conversation:
         if error is not None:
             click.echo(f"kvframe: {error}; {RESET} starts a new conversation", err=True)
             return
-        self.messages = [*asked, _said("assistant", "".join(parts))]
+        self.messages = [*messages, _said("assistant", "".join(parts))]
         if sys.stderr.isatty():
             after = self._engine.stats()
             click.echo(
-                f"{after.generated_tokens - before.generated_tokens} tokens in {time.perf_counter() - started:.2f} s; "
-                f"{after.cached_prompt_tokens - before.cached_prompt_tokens} of "
-                f"{after.prompt_tokens - before.prompt_tokens} tokens before them were cached",
+                f"{after.generated_tokens - stats_before.generated_tokens} tokens in "
+                f"{time.perf_counter() - start_time:.2f} s; "
+                f"{after.cached_prompt_tokens - stats_before.cached_prompt_tokens} of "
+                f"{after.prompt_tokens - stats_before.prompt_tokens} tokens before them were cached",
                 err=True,
             )
 

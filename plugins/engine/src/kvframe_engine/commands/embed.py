@@ -96,9 +96,9 @@ def embed(
     with log_lines():
         loaded = Embedder.from_pretrained(model, stack=stack, pooling=pooling, normalize=normalize)
     with loaded as embedder, progress("embedding", len(texts)) as show:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         outputs = embedder.embed(texts, cache_salt=salts, on_progress=show)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
         num_tokens = embedder.stats().prompt_tokens
     for text, output in zip(texts, outputs, strict=True):
         if as_json:

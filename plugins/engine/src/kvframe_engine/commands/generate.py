@@ -152,12 +152,12 @@ def generate(
     from kvframe_engine.engine import Engine
 
     with log_lines():
-        made = Engine.from_pretrained(model, stack=stack)
-    of_files: dict[str, Sequence[SavedPrefix]] = {}
+        new_engine = Engine.from_pretrained(model, stack=stack)
+    prefixes_of_files: dict[str, Sequence[SavedPrefix]] = {}
     # One prompt on a terminal is shown as it is generated. Several would mix, so that they have a progress bar.
     streams = len(prompts) == num_samples == 1 and not as_json and sys.stdout.isatty()
     bar: AbstractContextManager[Any] = nullcontext() if streams else progress("generating", len(prompts))
-    with made as engine, bar as show:
+    with new_engine as engine, bar as show:
         params = engine.default_params(
             stop=stop,
             ignore_eos=ignore_eos,
@@ -167,14 +167,14 @@ def generate(
             **sampling,
         )
         if loaded_file is not None:
-            of_files["loaded_prefixes"] = engine.load_prefixes(loaded_file)
+            prefixes_of_files["loaded_prefixes"] = engine.load_prefixes(loaded_file)
         if saved_file is not None:
-            of_files["saved_prefixes"] = engine.save_prefixes(saved_file, prompts, cache_salt=salts)
+            prefixes_of_files["saved_prefixes"] = engine.save_prefixes(saved_file, prompts, cache_salt=salts)
         if not as_json:
             for file, name in ((loaded_file, "loaded_prefixes"), (saved_file, "saved_prefixes")):
                 if file is not None:
-                    prefixes.show(name.partition("_")[0], file, of_files[name])
-        started = time.perf_counter()
+                    prefixes.show(name.partition("_")[0], file, prefixes_of_files[name])
+        start_time = time.perf_counter()
         interrupted = False
         try:
             if streams:
@@ -187,12 +187,12 @@ def generate(
                 interrupted = ctrl_c.is_set()
             interrupted = interrupted or not _flush(engine)
         finally:
-            stats = {**engine.stats().to_dict(), "seconds": time.perf_counter() - started}
+            stats = {**engine.stats().to_dict(), "seconds": time.perf_counter() - start_time}
             if streams:
                 _print_stats(stats)
     prompts = _prompt_of_each(prompts, outputs)
     if as_json:
-        files = {name: list(map(prefixes.to_dict, each)) for name, each in of_files.items()}
+        files = {name: list(map(prefixes.to_dict, saved)) for name, saved in prefixes_of_files.items()}
         print_json({"outputs": list(map(_to_dict, prompts, outputs)), "stats": stats, **files}, indent=None)
     elif not streams:
         _print(prompts, outputs, stats)
@@ -222,8 +222,8 @@ def _processor(use: Use | str) -> tuple[str, Mapping[str, Any]]:
 
 def _prompt_of_each(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput]) -> Sequence[str | list[int]]:
     """Return the prompt of each output: a prompt has one output per sample, and its first sample is number 0."""
-    places = itertools.accumulate(output.sample == 0 for output in outputs)
-    return [prompts[place - 1] for place in places]
+    prompt_numbers = itertools.accumulate(output.sample == 0 for output in outputs)
+    return [prompts[number - 1] for number in prompt_numbers]
 
 
 def _to_dict(prompt: str | list[int], output: RequestOutput) -> dict[str, Any]:

@@ -53,9 +53,9 @@ def to_dict(prefix: SavedPrefix) -> dict[str, Any]:
 
 def show(what: str, path: Path, prefixes: Sequence[SavedPrefix]) -> None:
     """Print on stderr which prefixes of a file were saved or loaded, and why the others were left out."""
-    taken = [prefix for prefix in prefixes if prefix.is_cached]
-    num_tokens = sum(prefix.num_tokens for prefix in taken)
-    click.echo(f"{what} {len(taken)} of {len(prefixes)} prefixes, {num_tokens} tokens: {path}", err=True)
+    cached_prefixes = [prefix for prefix in prefixes if prefix.is_cached]
+    num_tokens = sum(prefix.num_tokens for prefix in cached_prefixes)
+    click.echo(f"{what} {len(cached_prefixes)} of {len(prefixes)} prefixes, {num_tokens} tokens: {path}", err=True)
     for prefix in prefixes:
         if prefix.reason is not None:
             click.echo(f"a prefix of {prefix.num_tokens} tokens was left out: {prefix.reason}", err=True)

@@ -14,7 +14,7 @@ import click
 from kvframe.cli.options import TEXT_TYPE
 from kvframe.contract.errors import FileError, RequestError, shorten
 from kvframe.contract.files import as_text, parse_json, read_bytes, read_stream, reason_of
-from kvframe_engine.ranks.place import find_place
+from kvframe_engine.ranks.environment import find_rank
 
 _MAX_BYTES = 256 << 20
 """The most bytes that are read from a file of prompts."""
@@ -70,7 +70,7 @@ def read_given_prompts(
     texts: tuple[str, ...], prompts_file: Path | None, token_ids_file: Path | None
 ) -> Sequence[str | list[int]]:
     """Return the prompts that one of the options names; raise ``UsageError`` for none and for several options."""
-    given = [
+    named_sources = [
         option
         for option, value in (
             ("--prompt", texts or None),
@@ -79,10 +79,10 @@ def read_given_prompts(
         )
         if value is not None
     ]
-    if len(given) != 1:
+    if len(named_sources) != 1:
         raise click.UsageError(
             "give prompts by one of --prompt, --prompts and --prompt-token-ids"
-            + (f", not by {' and '.join(given)}" if given else "")
+            + (f", not by {' and '.join(named_sources)}" if named_sources else "")
         )
     if prompts_file is not None:
         return read_prompts(prompts_file)
@@ -104,17 +104,17 @@ def read_prompts(path: Path, what: str = "prompt") -> list[str]:
     if path.suffix == ".json":
         data = _parse(path, "", text)
         prompts = data if isinstance(data, list) else [data]
-        places = [f"[{index}]" for index in range(len(prompts))]
+        locations = [f"[{index}]" for index in range(len(prompts))]
     elif path.suffix == ".jsonl":
         numbered = _lines(text)
         prompts = [_parse(path, f" line {number}", line) for number, line in numbered]
         prompts = [prompt.get(what) if isinstance(prompt, dict) else prompt for prompt in prompts]
-        places = [f" line {number}" for number, _ in numbered]
+        locations = [f" line {number}" for number, _ in numbered]
     else:
         return _some(path, [line for _, line in _lines(text)], what)
-    for place, prompt in zip(places, prompts, strict=True):
+    for location, prompt in zip(locations, prompts, strict=True):
         if not isinstance(prompt, str):
-            raise RequestError(f"{path}{place}: a {what} is a string, not {_shown(prompt)}", code="bad_prompt")
+            raise RequestError(f"{path}{location}: a {what} is a string, not {_shown(prompt)}", code="bad_prompt")
     return _some(path, prompts, what)
 
 
@@ -133,17 +133,17 @@ def read_prompt_token_ids(path: Path) -> list[list[int]]:
     except FileError:
         numbered = _lines(text)
         data = [_parse(path, f" line {number}", line) for number, line in numbered]
-        places = [f" line {number}" for number, _ in numbered]
+        locations = [f" line {number}" for number, _ in numbered]
     else:
         # A single list of ids is valid as one line of JSON lines, but as JSON it is a flat list.
         data = [data] if isinstance(data, list) and data and not isinstance(data[0], list) else data
-        places = [f"[{index}]" for index in range(len(data))] if isinstance(data, list) else []
+        locations = [f"[{index}]" for index in range(len(data))] if isinstance(data, list) else []
     if not isinstance(data, list):
         raise RequestError(f"{path}: prompts are JSON lists of token ids, not {_shown(data)}", code="bad_prompt")
-    for place, prompt in zip(places, data, strict=True):
+    for location, prompt in zip(locations, data, strict=True):
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise RequestError(
-                f"{path}{place}: a prompt is a list of token ids (whole numbers), not {_shown(prompt)}",
+                f"{path}{location}: a prompt is a list of token ids (whole numbers), not {_shown(prompt)}",
                 code="bad_prompt",
             )
     return _some(path, data, "prompt")
@@ -159,7 +159,7 @@ def _read(path: Path) -> str:
 def _read_standard_input() -> bytes:
     if sys.stdin is None:
         raise FileError("cannot be read: standard input is closed")
-    if find_place() is not None:
+    if find_rank() is not None:
         raise FileError("cannot be read by several ranks, which share one standard input: give prompts in a file")
     try:
         return read_stream(sys.stdin.buffer, _MAX_BYTES)
@@ -171,11 +171,11 @@ def _lines(text: str) -> list[tuple[int, str]]:
     return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
 
-def _parse(path: Path, place: str, text: str) -> Any:
+def _parse(path: Path, location: str, text: str) -> Any:
     try:
         return parse_json(text)
     except FileError as error:
-        raise RequestError(f"{path}{place} {error}", code="bad_prompt") from error
+        raise RequestError(f"{path}{location} {error}", code="bad_prompt") from error
 
 
 def _some(path: Path, prompts: list[_Prompt], what: str) -> list[_Prompt]:

@@ -148,11 +148,11 @@ def snapshot_of(engine: Engine, seconds: float, step_seconds: float, ended: tupl
                 kind=group.spec.kind,
                 blocks_held=held,
                 bytes_held=held * group.page_bytes,
-                asked_tokens=found.asked_tokens,
-                found_tokens=found.found_tokens,
-                times_limiting=found.times_limiting,
+                asked_tokens=lookups.asked_tokens,
+                found_tokens=lookups.found_tokens,
+                times_limiting=lookups.times_limiting,
             )
-            for group, held, found in zip(engine.plan.groups, stats.blocks_held, stats.lookups, strict=True)
+            for group, held, lookups in zip(engine.plan.groups, stats.blocks_held, stats.lookups, strict=True)
         ),
         tiers=tuple(_tiers(stats)),
         **{name: getattr(stats, name) for name in COUNTERS},
@@ -195,11 +195,11 @@ def fetch(url: str) -> str:
         raise UnreachableError(f"{url} is not the address of a server, such as http://127.0.0.1:8000")
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
-            found: bytes = answer.read()
+            metrics: bytes = answer.read()
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = safe_text(getattr(error, "reason", error))
         raise UnreachableError(f"{url} cannot be read: {reason}") from error
-    return found.decode("utf-8", errors="replace")
+    return metrics.decode("utf-8", errors="replace")
 
 
 def read_metrics(text: str, seconds: float) -> Snapshot:
@@ -212,42 +212,42 @@ def read_metrics(text: str, seconds: float) -> Snapshot:
     Raises:
         UnreachableError: They are not those of ``kvframe serve``.
     """
-    found: dict[str, float] = {}
-    of_groups: dict[str, dict[tuple[str, str], float]] = {}
-    of_tiers: dict[str, dict[str, int]] = {}
+    values: dict[str, float] = {}
+    values_of_groups: dict[str, dict[tuple[str, str], float]] = {}
+    values_of_tiers: dict[str, dict[str, int]] = {}
     for name, labels, value in _samples(text):
         if "group" in labels:
-            of_groups.setdefault(name, {})[labels["group"], labels.get("kind", "")] = value
+            values_of_groups.setdefault(name, {})[labels["group"], labels.get("kind", "")] = value
         elif "tier" in labels:
             attribute = name.removeprefix("kvframe_tier_").removesuffix("_total")
             if attribute in OF_TIERS:
-                of_tiers.setdefault(labels["tier"], {})[attribute] = int(value)
+                values_of_tiers.setdefault(labels["tier"], {})[attribute] = int(value)
         elif not labels:
-            found[name] = value
+            values[name] = value
     counted: dict[str, Any]
     try:
-        counted = {name: int(found[f"kvframe_{name}_total"]) for name in COUNTERS}
-        held = of_groups["kvframe_blocks_held"]
+        counted = {name: int(values[f"kvframe_{name}_total"]) for name in COUNTERS}
+        held = values_of_groups["kvframe_blocks_held"]
         return Snapshot(
             seconds=seconds,
-            num_running=int(found["kvframe_requests_running"]),
-            num_waiting=int(found["kvframe_requests_waiting"]),
-            steps=int(found["kvframe_step_seconds_count"]),
-            step_seconds=found["kvframe_step_seconds_sum"],
-            cache_bytes=int(found["kvframe_cache_bytes"]),
+            num_running=int(values["kvframe_requests_running"]),
+            num_waiting=int(values["kvframe_requests_waiting"]),
+            steps=int(values["kvframe_step_seconds_count"]),
+            step_seconds=values["kvframe_step_seconds_sum"],
+            cache_bytes=int(values["kvframe_cache_bytes"]),
             groups=tuple(
                 GroupUse(
                     kind=key[1],
                     blocks_held=int(held[key]),
-                    bytes_held=int(of_groups["kvframe_pool_bytes_held"][key]),
+                    bytes_held=int(values_of_groups["kvframe_pool_bytes_held"][key]),
                     **{
-                        name: int(of_groups[f"kvframe_lookup_{name}_total"][key])
+                        name: int(values_of_groups[f"kvframe_lookup_{name}_total"][key])
                         for name in ("asked_tokens", "found_tokens", "times_limiting")
                     },
                 )
                 for key in sorted(held, key=lambda key: int(key[0]))
             ),
-            tiers=tuple(TierUse(name=name, **numbers) for name, numbers in of_tiers.items()),
+            tiers=tuple(TierUse(name=name, **numbers) for name, numbers in values_of_tiers.items()),
             **counted,
         )
     except (LookupError, ValueError) as error:

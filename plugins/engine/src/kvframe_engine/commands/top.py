@@ -104,7 +104,7 @@ def top(
     assert model is not None
     if count is not None:
         raise click.UsageError("--count is for --url: prompts end by themselves")
-    given = read_given_prompts(texts, prompts_file, token_ids_file)
+    prompts = read_given_prompts(texts, prompts_file, token_ids_file)
     model = find_model(model, weights=True)
     stack = read_stack(
         stack_file,
@@ -117,11 +117,11 @@ def top(
     from kvframe_engine.requests.request import SamplingParams
 
     with log_lines():
-        made = Engine.from_pretrained(model, stack=stack)
-    with made as engine, _screen() as show:
-        errors = _run(engine, given, SamplingParams(max_new_tokens=max_new_tokens), show, interval)
+        new_engine = Engine.from_pretrained(model, stack=stack)
+    with new_engine as engine, _screen() as show:
+        errors = _run(engine, prompts, SamplingParams(max_new_tokens=max_new_tokens), show, interval)
     if errors:
-        click.echo(f"kvframe: {len(errors)} of {len(given)} prompts were refused or failed: {errors[0]}", err=True)
+        click.echo(f"kvframe: {len(errors)} of {len(prompts)} prompts were refused or failed: {errors[0]}", err=True)
         click.get_current_context().exit(REFUSED_EXIT_CODE)
 
 
@@ -186,9 +186,9 @@ def lines_of(now: Snapshot, before: Snapshot | None, *, width: int, bars: bool) 
     step_seconds = now.step_seconds - (0.0 if before is None else before.step_seconds)
     tokens = None if before is None else now.generated_tokens - before.generated_tokens
     elapsed = 0.0 if before is None else now.seconds - before.seconds
-    ended = [] if now.ended is None else [f"ended {now.ended[0]:,} of {now.ended[1]:,}"]
+    ended_line = [] if now.ended is None else [f"ended {now.ended[0]:,} of {now.ended[1]:,}"]
     parts = (
-        [f"requests: {now.num_running:,} run", f"{now.num_waiting:,} wait", *ended],
+        [f"requests: {now.num_running:,} run", f"{now.num_waiting:,} wait", *ended_line],
         [
             f"steps: {now.steps:,}",
             f"{1000 * step_seconds / steps:,.1f} ms each" if steps > 0 else "none since the last snapshot",

@@ -64,7 +64,7 @@ def trace(
     prompt, and the blocks that each cache group holds. Ctrl-C ends the run after its step; the page shows it until
     there.
     """
-    given = read_given_prompts(texts, prompts_file, token_ids_file)
+    prompts = read_given_prompts(texts, prompts_file, token_ids_file)
     model = find_model(model, weights=True)
     stack = read_stack(
         stack_file,
@@ -77,12 +77,12 @@ def trace(
     from kvframe_engine.requests.request import SamplingParams
 
     with log_lines():
-        made = Engine.from_pretrained(model, stack=stack)
-    with made as engine, progress("generating", len(given)) as show:
+        new_engine = Engine.from_pretrained(model, stack=stack)
+    with new_engine as engine, progress("generating", len(prompts)) as show:
         recorded = engine.start_trace()
         with ctrl_c_is_noted() as ctrl_c:
             engine.generate(
-                given,
+                prompts,
                 SamplingParams(max_new_tokens=max_new_tokens),
                 on_progress=lambda done: show(done) or not ctrl_c.is_set(),
             )

@@ -50,14 +50,14 @@ class CalledGraph(StepGraph):
     def capture(self, run: Run) -> Output:
         """Run the step, and keep the function."""
         self._run = run
-        self._output = tuple(each.clone() for each in run())
+        self._output = tuple(tensor.clone() for tensor in run())
         return self._output
 
     def replay(self) -> None:
         """Call the function again."""
         assert self._run is not None
-        for output, each in zip(self._output, self._run(), strict=True):
-            output.copy_(each)
+        for output, new_output in zip(self._output, self._run(), strict=True):
+            output.copy_(new_output)
 
 
 class CudaGraph(StepGraph):

@@ -186,8 +186,12 @@ def asked_sizes(
         longest: The most tokens of a request in a step that can be captured.
         more_query_lens: Further numbers of tokens of a request, such as those of steps with drafts.
     """
-    options, most = stack.model, stack.limits.max_num_seqs
-    num_reqs = auto_sizes(most) if isinstance(options.graphs, str) else {min(size, most) for size in options.graphs}
+    options, max_num_seqs = stack.model, stack.limits.max_num_seqs
+    num_reqs = (
+        auto_sizes(max_num_seqs)
+        if isinstance(options.graphs, str)
+        else {min(size, max_num_seqs) for size in options.graphs}
+    )
     query_lens = {*options.graph_query_lens, *more_query_lens}
     return tuple(sorted(num_reqs)), tuple(sorted(size for size in query_lens if size <= longest))
 

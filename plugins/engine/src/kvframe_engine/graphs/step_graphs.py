@@ -191,15 +191,15 @@ class StepGraphs:
         """
         usual = self._choice.usual(self._max_num_tokens, self._usual)
         _log.info("capturing %d graphs of steps of up to %d requests", len(usual), max(self._choice.num_reqs))
-        started, first = time.monotonic(), num_hidden or 0
+        start_time, first = time.monotonic(), num_hidden or 0
         extensions = {}
         if num_hidden is not None:
             hidden = torch.full((1,), num_hidden, dtype=torch.int32)
             extensions[SEQ_STARTS] = Extension(hidden, Axis.REQUEST, hidden)
         with torch.inference_mode():
             for sizes, (query_len, rows) in usual.items():
-                places = np.arange(query_len)
-                generating = places if rows in (Rows.ALL, Rows.FEW) else places[-1:]
+                query_offsets = np.arange(query_len)
+                generating = query_offsets if rows in (Rows.ALL, Rows.FEW) else query_offsets[-1:]
                 batch = StepBatch(
                     rows=np.zeros(1, dtype=np.int64),
                     num_computed=np.full(1, first),
@@ -210,9 +210,11 @@ class StepGraphs:
                 states = self._layers.states.rounds(None, tables, sizes.num_reqs, sizes.query_len)
                 assert states is not None
                 metadata = self._layers.build_metadata(batch, tables)
-                wanted = generating[: sizes.num_wanted]
-                self._run(sizes, tables, metadata, states, np.zeros_like(places), places + first, wanted)
-        _log.info("captured %d graphs in %.1f s", self.num_graphs, time.monotonic() - started)
+                wanted_indices = generating[: sizes.num_wanted]
+                self._run(
+                    sizes, tables, metadata, states, np.zeros_like(query_offsets), query_offsets + first, wanted_indices
+                )
+        _log.info("captured %d graphs in %.1f s", self.num_graphs, time.monotonic() - start_time)
 
     def run(
         self,
@@ -296,9 +298,9 @@ class StepGraphs:
         states: Sequence[StateStep],
     ) -> _CapturedGraph:
         step, graph = self._layers.capture_step(metadata, inputs, states), self._make_graph()
-        token_ids, positions, wanted = step.inputs
+        token_ids, positions, wanted_indices = step.inputs
         try:
-            output = graph.capture(lambda: self._forward(token_ids, positions, wanted))
+            output = graph.capture(lambda: self._forward(token_ids, positions, wanted_indices))
         except torch.OutOfMemoryError as error:
             raise CaptureError("the device has no memory left for it; give the cache less") from error
         except (NotReplayableError, CaptureError):

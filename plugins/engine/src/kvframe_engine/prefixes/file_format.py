@@ -72,21 +72,26 @@ class FilePrefix:
         """Return the prefix of an entry in a file's list, a parsed JSON value; None if the entry is invalid."""
         if not (isinstance(value, dict) and value.keys() == _ENTRY_KEYS):
             return None
-        num_tokens, salt, given, num_pages = value["num_tokens"], value["salt"], value["inputs"], value["num_pages"]
+        num_tokens, salt, listed_inputs, num_pages = (
+            value["num_tokens"],
+            value["salt"],
+            value["inputs"],
+            value["num_pages"],
+        )
         if not (
             _is_count(num_tokens)
             and isinstance(salt, str)
             and _is_unicode(salt)
-            and isinstance(given, dict)
+            and isinstance(listed_inputs, dict)
             and isinstance(num_pages, list)
             and all(map(_is_count, num_pages))
         ):
             return None
-        inputs = {name: _as_input(each) for name, each in given.items()}
-        known = {name: each for name, each in inputs.items() if each is not None}
-        if len(known) < len(inputs):
+        inputs = {name: _as_input(each) for name, each in listed_inputs.items()}
+        readable_inputs = {name: each for name, each in inputs.items() if each is not None}
+        if len(readable_inputs) < len(inputs):
             return None
-        return cls(num_tokens=num_tokens, salt=salt, inputs=known, num_pages=tuple(num_pages))
+        return cls(num_tokens=num_tokens, salt=salt, inputs=readable_inputs, num_pages=tuple(num_pages))
 
     def entry(self) -> dict[str, Any]:
         """Return its entry in a file's list, as a JSON value."""
@@ -189,4 +194,4 @@ def _is_count(value: object) -> bool:
 
 
 def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= each <= "\udfff" for each in text)
+    return not any("\ud800" <= char <= "\udfff" for char in text)

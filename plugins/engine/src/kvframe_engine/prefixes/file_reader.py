@@ -157,15 +157,15 @@ class PrefixFileReader:
         if size > MAX_LIST_BYTES:
             raise self._damaged(f"its list of prefixes has {size} bytes, more than {MAX_LIST_BYTES}")
         listed = self._parse(self._tensor("prefixes", 0, size), "list of prefixes")
-        prefixes = [FilePrefix.of(each) for each in listed] if isinstance(listed, list) else [None]
-        known = [each for each in prefixes if each is not None]
-        if len(known) < len(prefixes):
+        prefixes = [FilePrefix.of(prefix) for prefix in listed] if isinstance(listed, list) else [None]
+        readable_prefixes = [prefix for prefix in prefixes if prefix is not None]
+        if len(readable_prefixes) < len(prefixes):
             raise self._damaged("its list of prefixes is not as it was written")
-        if 4 * sum(each.num_tokens for each in known) != self._contents.sizes["tokens"]:
+        if 4 * sum(prefix.num_tokens for prefix in readable_prefixes) != self._contents.sizes["tokens"]:
             raise self._damaged("its list of prefixes gives another number of tokens than it holds")
-        if 8 * sum(sum(each.num_pages) for each in known) != self._contents.sizes["places"]:
+        if 8 * sum(sum(prefix.num_pages) for prefix in readable_prefixes) != self._contents.sizes["places"]:
             raise self._damaged("its list of prefixes gives another number of pages than it holds")
-        return known
+        return readable_prefixes
 
     def _tensor(self, name: str, start: int, num_bytes: int) -> bytes:
         """Return a part of a tensor."""
@@ -182,17 +182,17 @@ class PrefixFileReader:
         return np.frombuffer(self._tensor(name, item_bytes * start, item_bytes * count), dtype=dtype)
 
     def _read(self, num_bytes: int) -> bytes:
-        parts, left = [], num_bytes
-        while left:
+        parts, bytes_left = [], num_bytes
+        while bytes_left:
             try:
-                part = self._file.read(left)
+                part = self._file.read(bytes_left)
             except OSError as error:
                 why = error.strerror or error
                 raise PrefixFileError(f"{self.path} cannot be read: {why}", code="unreadable") from error
             if not part:
                 raise self._damaged("it ends too early")
             parts.append(part)
-            left -= len(part)
+            bytes_left -= len(part)
         return b"".join(parts)
 
     def _parse(self, data: bytes, what: str) -> Any:

@@ -121,8 +121,8 @@ class PrefixFileWriter:
             PrefixFileError: They cannot be written.
         """
         num_pages = []
-        for of_group in pages:
-            places = [self._place(page) for page in of_group]
+        for group_pages in pages:
+            places = [self._place(page) for page in group_pages]
             self._places.append(np.array(places, dtype=np.uint64))
             num_pages.append(len(places))
         self._tokens.append(np.array(token_ids, dtype=np.uint32))

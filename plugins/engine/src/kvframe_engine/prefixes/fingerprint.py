@@ -20,8 +20,11 @@ def fingerprint_of(model: LoadedModel, draft: LoadedModel | None = None) -> dict
         ModelError: The adapter does not identify the model.
     """
     if draft is not None:
-        one, other = fingerprint_of(model), fingerprint_of(draft)
-        return {key: hashlib.blake2b((one[key] + other[key]).encode(), digest_size=32).hexdigest() for key in one}
+        own_digests, draft_digests = fingerprint_of(model), fingerprint_of(draft)
+        return {
+            key: hashlib.blake2b((own_digests[key] + draft_digests[key]).encode(), digest_size=32).hexdigest()
+            for key in own_digests
+        }
     identity = model.identity()
     if identity is None:
         raise ModelError(

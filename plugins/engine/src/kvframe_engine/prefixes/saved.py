@@ -167,18 +167,18 @@ class PrefixFiles:
         loaded = []
         try:
             for index, prefix in enumerate(file.prefixes):
-                given, reason, token_ids = prefix.salt if salt is None else salt, None, array("I")
+                prefix_salt, reason, token_ids = prefix.salt if salt is None else salt, None, array("I")
                 if self._is_too_long(prefix):
                     longest = self._plan.max_model_len
                     reason = f"it, or an input of it, is longer than a request can be here ({longest} tokens)"
                 else:
                     token_ids = array("I", file.tokens(index).tobytes())
-                    reason = self._load_one(file, index, token_ids, given, pins)
+                    reason = self._load_one(file, index, token_ids, prefix_salt, pins)
                 loaded.append(
                     SavedPrefix(
                         num_tokens=prefix.num_tokens,
                         token_ids=token_ids,
-                        cache_salt=given,
+                        cache_salt=prefix_salt,
                         is_cached=reason is None,
                         reason=reason,
                     )
@@ -222,8 +222,8 @@ class PrefixFiles:
         """Return the blocks of a group that a request needs to continue after a prefix."""
         planned = self._plan.groups[group]
         if planned.is_of_input:
-            given = prefix.inputs.get(planned.spec.sequence)
-            return [] if given is None else list(range(-(-given.num_tokens // planned.block_size)))
+            input_sequence = prefix.inputs.get(planned.spec.sequence)
+            return [] if input_sequence is None else list(range(-(-input_sequence.num_tokens // planned.block_size)))
         live = planned.answers.live_blocks(prefix.num_tokens) if prefix.num_tokens else ()
         return [block for start, stop in live for block in range(start, stop)]
 
@@ -232,10 +232,10 @@ class PrefixFiles:
         page_bytes = self._plan.groups[group].page_bytes
         at_once = max(1, _BYTES_AT_ONCE // page_bytes)
         for start in range(0, len(copies), at_once):
-            some = copies[start : start + at_once]
-            staged = torch.empty((len(some), page_bytes), dtype=torch.uint8)
+            copies_of_part = copies[start : start + at_once]
+            staged = torch.empty((len(copies_of_part), page_bytes), dtype=torch.uint8)
             with self._let_through():
-                for copy, page in zip(some, staged.numpy(), strict=True):
+                for copy, page in zip(copies_of_part, staged.numpy(), strict=True):
                     file.read_page(copy - 1, memoryview(page))
             self._pool.write(group, block_ids[start : start + at_once], staged)
 
@@ -250,16 +250,17 @@ class PrefixFiles:
         }
 
     def _check_origin(self, file: PrefixFileReader) -> None:
-        here, there = self._origin(), file.origin
-        if there.get("config") != here["config"]:
+        own_origin, file_origin = self._origin(), file.origin
+        if file_origin.get("config") != own_origin["config"]:
             raise PrefixFileError(f"{file.path} was saved from another model: its config differs", code="other_model")
-        if there.get("weights") != here["weights"]:
+        if file_origin.get("weights") != own_origin["weights"]:
             raise PrefixFileError(
                 f"{file.path} was saved from a model with this config and other weights", code="other_model"
             )
-        if there.get("groups") != here["groups"] or there.get("layout") != here["layout"]:
+        if file_origin.get("groups") != own_origin["groups"] or file_origin.get("layout") != own_origin["layout"]:
             raise PrefixFileError(
-                f"{file.path} was saved from a cache with other pages: {_differing(there.get('groups'), here)}",
+                f"{file.path} was saved from a cache with other pages: "
+                f"{_differing(file_origin.get('groups'), own_origin)}",
                 code="other_cache",
             )
 
@@ -303,7 +304,7 @@ class PrefixFiles:
     def _is_too_long(self, prefix: FilePrefix) -> bool:
         longest = self._plan.max_input_lens
         return prefix.num_tokens > self._plan.max_model_len or any(
-            each.num_tokens > longest[name] for name, each in prefix.inputs.items()
+            value.num_tokens > longest[name] for name, value in prefix.inputs.items()
         )
 
     @staticmethod

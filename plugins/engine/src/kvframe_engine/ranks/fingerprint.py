@@ -73,7 +73,7 @@ def versions_of(plugins: Mapping[str, str]) -> dict[str, str]:
     """
     libraries = {torch.__name__}.union(*(_needs_of(name) for name in plugins if name != "kvframe"))
     versions = {name: _version_of(name) for name in libraries} | dict(plugins)
-    return {canonicalize_name(name): each for name, each in versions.items()}
+    return {canonicalize_name(name): version for name, version in versions.items()}
 
 
 def check_equal(fingerprints: Sequence[Fingerprint]) -> None:

@@ -70,8 +70,8 @@ class Follower:
         values = self._link.values.get()
         if values == END:
             raise SystemExit(RANK_FAILED_EXIT_CODE)
-        found: list[Any] = values
-        return found
+        all_values: list[Any] = values
+        return all_values
 
     def follow(
         self,
@@ -135,8 +135,8 @@ class Follower:
     def _answer_asides(self, pages: StoredPages) -> None:
         """Find and read pages of this rank, which may wait for stores, as long as rank 0 asks."""
         calls: dict[str, Callable[..., list[bool]]] = {"find": pages.find, "read": pages.read}
-        while (asked := self._link.asides.get()) is not None:
-            call, arguments = asked
+        while (question := self._link.asides.get()) is not None:
+            call, arguments = question
             try:
                 answer: list[bool] | Failure = calls[call](*arguments)
             except Exception as error:  # such as too little memory; the stores' own failures do not come here

@@ -16,10 +16,10 @@ import torch
 
 from kvframe import Stack
 from kvframe.contract.errors import StackError
+from kvframe_engine.ranks.environment import ProcessRank, find_rank, stack_of_rank
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.leader import Leader
 from kvframe_engine.ranks.links import RANK_FAILED_EXIT_CODE, connect, listen
-from kvframe_engine.ranks.place import Place, find_place, stack_of_rank
 
 _LOADING_TIME = timedelta(hours=2)
 """The time limit of a collective operation: a rank may load its weights for long. A rank that ends is found at once;
@@ -43,12 +43,12 @@ def ranks_of(stack: Stack) -> Iterator[tuple[Leader | Follower | None, Stack]]:
         StackError: The stack names the device of one rank for all; or this rank's device cannot be used, or this build
             of torch has nothing that carries collective operations between such devices.
     """
-    place = find_place()
-    if place is None:
+    process = find_rank()
+    if process is None:
         yield None, stack
         return
-    stack = stack_of_rank(stack, place)
-    ranks = _join(place, stack)
+    stack = stack_of_rank(stack, process)
+    ranks = _join(process, stack)
     try:
         yield ranks, stack
     except BaseException as error:
@@ -80,7 +80,7 @@ def collectives_for(device: torch.device, stack: Stack) -> str:
     return name
 
 
-def _join(place: Place, stack: Stack) -> Leader | Follower:
+def _join(process: ProcessRank, stack: Stack) -> Leader | Follower:
     import torch.distributed as dist  # a process that is alone need not load it
 
     if not dist.is_initialized():
@@ -92,18 +92,18 @@ def _join(place: Place, stack: Stack) -> Leader | Follower:
         dist.init_process_group(backend, timeout=_LOADING_TIME, device_id=None if device.type == "cpu" else device)
     store: Any = dist.distributed_c10d._get_default_store()
     key = f"kvframe/{next(_numbers)}"
-    host = "127.0.0.1" if place.is_one_machine else os.environ.get("MASTER_ADDR", socket.gethostname())
-    if place.rank == 0:
+    host = "127.0.0.1" if process.is_one_machine else os.environ.get("MASTER_ADDR", socket.gethostname())
+    if process.rank == 0:
         secret = secrets.token_bytes(16)
         connections = listen(
-            place.num_ranks,
-            host if place.is_one_machine else "",
+            process.num_ranks,
+            host if process.is_one_machine else "",
             secret,
             lambda port: store.set(key, f"{host} {port} {secret.hex()}"),
         )
-        return Leader(connections, place.num_local_ranks)
+        return Leader(connections, process.num_local_ranks)
     host, port, secret_hex = store.get(key).decode().split()
     # Rank 0 logs the same messages: all ranks set up the same engine.
     logging.getLogger("kvframe").setLevel(logging.WARNING)
-    connection = connect(place.rank, host, int(port), bytes.fromhex(secret_hex))
-    return Follower(place.rank, place.num_ranks, place.num_local_ranks, connection)
+    connection = connect(process.rank, host, int(port), bytes.fromhex(secret_hex))
+    return Follower(process.rank, process.num_ranks, process.num_local_ranks, connection)

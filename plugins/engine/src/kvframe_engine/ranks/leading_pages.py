@@ -36,8 +36,8 @@ class LeadingPages(StoredPages):
         is_flushed = super().flush(seconds)
         if self._leader.is_over:
             return is_flushed
-        others = self._leader.request("flush", max(0.0, deadline - monotonic()))
-        return all([is_flushed, *others.values()])
+        other_answers = self._leader.request("flush", max(0.0, deadline - monotonic()))
+        return all([is_flushed, *other_answers.values()])
 
     def find(self, store: int, pages: Sequence[tuple[int, bytes]]) -> list[bool]:
         """Return which pages a store has for every rank."""
@@ -59,16 +59,16 @@ class LeadingPages(StoredPages):
                 self._leader.send_command("release", fetch)
         super().release(fetch)
 
-    def _on_all(self, call: str, own: Callable[..., list[bool]], *arguments: Any) -> list[bool]:
+    def _on_all(self, call: str, call_here: Callable[..., list[bool]], *arguments: Any) -> list[bool]:
         """Call a method on every rank at the same time; return where all answered with True."""
         self._leader.ask_aside(call, *arguments)
         try:
-            answers = [own(*arguments)]
+            answers = [call_here(*arguments)]
         finally:
             # Also if this rank fails: the next call's answers come after these.
-            others = self._leader.answers_aside()
-        for rank, answer in enumerate(others, 1):
+            other_answers = self._leader.answers_aside()
+        for rank, answer in enumerate(other_answers, 1):
             if isinstance(answer, Failure):
                 raise RuntimeError(f"rank {rank}: {answer.sentence}")
             answers.append(answer)
-        return [all(each) for each in zip(*answers, strict=True)]
+        return [all(answers_of_page) for answers_of_page in zip(*answers, strict=True)]

@@ -230,17 +230,17 @@ def listen(num_ranks: int, host: str, secret: bytes, publish: Callable[[int], No
     Raises:
         EngineError: A rank does not connect (``ranks``).
     """
-    found: dict[int, socket.socket] = {}
+    sockets: dict[int, socket.socket] = {}
     with socket.create_server((host, 0), backlog=num_ranks) as server:
         publish(server.getsockname()[1])
         server.settimeout(_CONNECTING_SECONDS)
-        while len(found) < num_ranks - 1:
+        while len(sockets) < num_ranks - 1:
             try:
                 connection, _ = server.accept()
             except TimeoutError as error:
-                missing = [rank for rank in range(1, num_ranks) if rank not in found]
+                missing_ranks = [rank for rank in range(1, num_ranks) if rank not in sockets]
                 raise EngineError(
-                    f"of {num_ranks} ranks, {listed(map(str, missing))} did not connect to rank 0 within "
+                    f"of {num_ranks} ranks, {listed(map(str, missing_ranks))} did not connect to rank 0 within "
                     f"{_CONNECTING_SECONDS} seconds; start all ranks with the same command, and let their machines "
                     "reach rank 0's",
                     code="ranks",
@@ -255,8 +255,8 @@ def listen(num_ranks: int, host: str, secret: bytes, publish: Callable[[int], No
                 connection.close()
                 continue
             connection.settimeout(None)
-            found[rank] = connection
-    return dict(sorted(found.items()))
+            sockets[rank] = connection
+    return dict(sorted(sockets.items()))
 
 
 def connect(rank: int, host: str, port: int, secret: bytes) -> socket.socket:

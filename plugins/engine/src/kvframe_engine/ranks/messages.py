@@ -35,15 +35,15 @@ class TableEntries:
     def take(self, batch: StepBatch) -> list[Entries]:
         """Return for each stack the changed entries that a batch reads, and record them as sent."""
         longest = int((batch.num_computed + batch.query_lens).max())
-        found: list[Entries] = []
+        entries_of_stacks: list[Entries] = []
         for stack, sent in zip(self._stacks, self._sent, strict=True):
             width = -(-longest // stack.block_size) if stack.sequence == TOKENS else stack.ids.shape[2]
             ids = stack.ids[:, batch.rows, :width]
             groups, requests, blocks = np.nonzero(ids != sent[:, batch.rows, :width])
             at = stack.at(groups, batch.rows[requests], blocks)
             sent.reshape(-1)[at] = stack.flat[at]
-            found.append((at, stack.flat[at]))
-        return found
+            entries_of_stacks.append((at, stack.flat[at]))
+        return entries_of_stacks
 
 
 @attrs.frozen(kw_only=True)

@@ -37,7 +37,9 @@ class StepLimit:
         self._thread = threading.get_ident()
         self._number += 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """End the step."""
         self._number += 1
 
@@ -46,13 +48,13 @@ class StepLimit:
         self._is_over.set()
 
     def _measure(self) -> None:
-        # Moments are counted, not read from a clock: a process that was stopped and continues has missed none.
-        moment = min(1.0, self._max_seconds / 4)
-        last, num_moments = 0, 0
-        while not self._is_over.wait(moment):
-            num_moments = num_moments + 1 if self._number % 2 and self._number == last else 0
-            last = self._number
-            if num_moments * moment >= self._max_seconds:
+        # Intervals are counted: by a clock, a process that was stopped and continues would be late at once.
+        interval = min(1.0, self._max_seconds / 4)
+        last_number, num_intervals = 0, 0
+        while not self._is_over.wait(interval):
+            num_intervals = num_intervals + 1 if self._number % 2 and self._number == last_number else 0
+            last_number = self._number
+            if num_intervals * interval >= self._max_seconds:
                 self._on_late(_line_of(sys._current_frames().get(self._thread)))
                 return
 

@@ -93,17 +93,17 @@ class Admission:
         if not sequences:
             if isinstance(prompt, Prompt) and prompt.encoder is not None:
                 raise RequestError(f"{name} has no encoder; give a prompt of text or token ids", code="extra_input")
-            own = prompt.decoder if isinstance(prompt, Prompt) else prompt
-            return self.token_ids(() if own is None else own, params), NO_INPUTS
-        given = prompt if isinstance(prompt, Prompt) else Prompt(encoder=prompt)
+            tokens = prompt.decoder if isinstance(prompt, Prompt) else prompt
+            return self.token_ids(() if tokens is None else tokens, params), NO_INPUTS
+        whole_prompt = prompt if isinstance(prompt, Prompt) else Prompt(encoder=prompt)
         # A model may read several sequences, but a prompt brings one input at most.
-        prepared = {each: self._prepare(each, given.encoder if each == ENCODER else None) for each in sequences}
-        inputs = {each: value for each, value in prepared.items() if value is not None}
-        own = given.decoder
-        if own is None or isinstance(own, str):
-            start_token_ids, text = self._model.start_token_ids, None if own is None else _unicode(own)
-            own = _tokens_of("the model's start_token_ids", lambda: start_token_ids(text))
-        return self.token_ids(own, params, {each: value.num_tokens for each, value in inputs.items()}), inputs
+        prepared = {name: self._prepare(name, whole_prompt.encoder if name == ENCODER else None) for name in sequences}
+        inputs = {name: value for name, value in prepared.items() if value is not None}
+        tokens = whole_prompt.decoder
+        if tokens is None or isinstance(tokens, str):
+            start_token_ids, text = self._model.start_token_ids, None if tokens is None else _unicode(tokens)
+            tokens = _tokens_of("the model's start_token_ids", lambda: start_token_ids(text))
+        return self.token_ids(tokens, params, {name: value.num_tokens for name, value in inputs.items()}), inputs
 
     def num_joint_tokens(self, token_ids: Sequence[int]) -> int:
         """Return how many of a prompt's tokens see each other in both directions: all, or none.
@@ -132,23 +132,23 @@ class Admission:
         if not isinstance(prompt, Prompt):
             return ()
         try:
-            given = _whole_numbers(prompt.boundaries)
+            stated_ends = _whole_numbers(prompt.boundaries)
         except RequestError:
-            given = [0]
-        if given and not 1 <= min(given) <= max(given) <= num_tokens:
+            stated_ends = [0]
+        if stated_ends and not 1 <= min(stated_ends) <= max(stated_ends) <= num_tokens:
             raise RequestError(
                 f"a prompt's boundaries are whole numbers from 1 to its number of tokens, {num_tokens}, not "
                 f"{shown(prompt.boundaries)}",
                 code="bad_boundaries",
             )
-        ends = {each - each % self.plan.alignment for each in given} if self.plan.groups else set()
+        ends = {end - end % self.plan.alignment for end in stated_ends} if self.plan.groups else set()
         return tuple(sorted(ends - {0, num_tokens}))
 
     def _prepare(self, sequence: str, value: Any) -> ModelInput | None:
-        given = _unicode(value) if isinstance(value, str) else value
+        readable_value = _unicode(value) if isinstance(value, str) else value
         if isinstance(value, Mapping):
-            given = unpacked(value)
-        prepared = _ask(f"reading the input of the {sequence}", self._model.prepare_input, sequence, given)
+            readable_value = unpacked(value)
+        prepared = _ask(f"reading the input of the {sequence}", self._model.prepare_input, sequence, readable_value)
         longest = self._model.description.max_input_lens[sequence]
         if not isinstance(prepared, ModelInput | None):
             raise RequestError(f"the model made {shown(prepared)} of its input, no ModelInput", code="bad_input")
@@ -181,8 +181,10 @@ class Admission:
             raise RequestError("the prompt is empty; give at least one token", code="empty_prompt")
         self._check_length(len(token_ids), params)
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-            wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
-            raise RequestError(f"{shown(wrong)} is not a token id; the model has [0, {vocab_size})", code="bad_token")
+            wrong_id = next(token for token in token_ids if not 0 <= token < vocab_size)
+            raise RequestError(
+                f"{shown(wrong_id)} is not a token id; the model has [0, {vocab_size})", code="bad_token"
+            )
         num_tokens = min(len(token_ids) + (0 if params is None else params.max_new_tokens), max_len)
         if not (self.plan.longest_fits or self.plan.fits(num_tokens, input_lens or {})):
             raise RequestError(
@@ -224,9 +226,9 @@ class Admission:
         """
         max_len = self._max_model_len
         if num_tokens > max_len - (params is not None):
-            rest = "" if params is None else ", at least one of them generated"
+            generated_part = "" if params is None else ", at least one of them generated"
             raise RequestError(
-                f"the prompt has {num_tokens} tokens, but a request has at most {max_len}{rest}",
+                f"the prompt has {num_tokens} tokens, but a request has at most {max_len}{generated_part}",
                 code="prompt_too_long",
             )
         if self._max_prompt_len is not None and num_tokens > self._max_prompt_len:
@@ -295,8 +297,8 @@ def check_token_ids(params: SamplingParams, vocab_size: int | None) -> None:
         named["logit_bias, bad_words_ids or a list of suppressed tokens"] = params.named_token_ids
     for name, ids in named.items():
         if ids and not 0 <= min(ids) <= max(ids) < limit:
-            wrong = next(token for token in ids if not 0 <= token < limit)
-            raise bad_params(f"{name} holds {shown(wrong)}; the model has the tokens [0, {limit})")
+            wrong_id = next(token for token in ids if not 0 <= token < limit)
+            raise bad_params(f"{name} holds {shown(wrong_id)}; the model has the tokens [0, {limit})")
 
 
 def _unicode(text: str) -> str:
@@ -310,12 +312,12 @@ def _unicode(text: str) -> str:
 def _whole_numbers(prompt: Any) -> list[int]:
     try:
         # Some iterables are not sequences of ids: strings and bytes are text, and sets and mappings have no order.
-        given = None if isinstance(prompt, bytes | bytearray | Set | Mapping | str) else list(prompt)
+        tokens = None if isinstance(prompt, bytes | bytearray | Set | Mapping | str) else list(prompt)
     except Exception:  # a foreign sequence may raise anything
-        given = None
-    if given is None or any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in given):
+        tokens = None
+    if tokens is None or any(isinstance(number, bool) or not isinstance(number, int | np.integer) for number in tokens):
         raise RequestError("a prompt is text, or a sequence of whole numbers", code="bad_token")
-    return [int(token) for token in given]
+    return [int(number) for number in tokens]
 
 
 def _num_items(prompt: Any) -> int:
@@ -328,12 +330,12 @@ def _num_items(prompt: Any) -> int:
 
 def _tokens_of(what: str, ask: Callable[[], Any]) -> list[int]:
     """Return the tokens that the model makes of a text; the model may raise or return anything."""
-    made = _ask(what, ask)
+    tokens = _ask(what, ask)
     try:
-        return _whole_numbers(made)
+        return _whole_numbers(tokens)
     except RequestError:
         raise RequestError(
-            f"{what} gave {shown(made)}, which is not a sequence of token ids", code="bad_token"
+            f"{what} gave {shown(tokens)}, which is not a sequence of token ids", code="bad_token"
         ) from None
 
 

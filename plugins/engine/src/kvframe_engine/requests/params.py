@@ -53,7 +53,7 @@ def _as_ids(value: Any) -> Any:
 
 def _as_sequences(value: Any) -> Any:
     sequences = _collected(tuple, value)
-    return tuple(_as_sequence(each) for each in sequences) if isinstance(sequences, tuple) else sequences
+    return tuple(_as_sequence(sequence) for sequence in sequences) if isinstance(sequences, tuple) else sequences
 
 
 def _as_sequence(value: Any) -> Any:
@@ -126,9 +126,9 @@ def _check_bias(instance: object, attribute: attrs.Attribute[Any], value: Any) -
 
 
 def _check_sequences(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, tuple) or not all(isinstance(each, tuple) and each for each in value):
+    if not isinstance(value, tuple) or not all(isinstance(sequence, tuple) and sequence for sequence in value):
         raise bad_params(f"{attribute.name} must be a list of non-empty lists of token ids, not {shown(value)}")
-    for token in (token for each in value for token in each):
+    for token in (token for sequence in value for token in sequence):
         if not _is_id(token):
             raise bad_params(f"{attribute.name} must hold token ids, not {shown(token)}")
 
@@ -253,8 +253,8 @@ class SamplingParams:
         """Whether they change logits before a token is chosen."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         bans = (self.logit_bias, self.bad_words_ids, self.suppress_tokens, self.begin_suppress_tokens)
-        others = (self.no_repeat_ngram_size, self.min_new_tokens, self.processors)
-        return penalties != (1.0, 0.0, 0.0) or any(bans) or any(others)
+        other_changes = (self.no_repeat_ngram_size, self.min_new_tokens, self.processors)
+        return penalties != (1.0, 0.0, 0.0) or any(bans) or any(other_changes)
 
     @cached_property
     def truncates(self) -> bool:

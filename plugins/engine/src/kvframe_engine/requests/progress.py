@@ -31,7 +31,7 @@ def input_sequences(inputs: Mapping[str, ModelInput]) -> Mapping[str, InputSeque
     """Return a request's inputs in the form that the cache takes."""
     if not inputs:
         return NO_SEQUENCES
-    return {name: InputSequence(each.num_tokens, each.key) for name, each in inputs.items()}
+    return {name: InputSequence(value.num_tokens, value.key) for name, value in inputs.items()}
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -138,8 +138,8 @@ class RequestProgress:
         """Return the number of computed tokens at which a step has to end that begins after ``num_computed``."""
         stop = len(self.token_ids)
         if self.boundaries:
-            place = bisect_right(self.boundaries, num_computed)
-            stop = self.boundaries[place] if place < len(self.boundaries) else stop
+            index = bisect_right(self.boundaries, num_computed)
+            stop = self.boundaries[index] if index < len(self.boundaries) else stop
         return min(stop, self.pause_at) if num_computed < self.pause_at else stop
 
     def end_of_step(self, num_computed: int, budget: int) -> int:
@@ -173,8 +173,8 @@ class RequestProgress:
     @property
     def no_outcome(self) -> str:
         """The error for an output of the model that is not numbers."""
-        what = f"the model's output after token {self.num_computed} is not numbers"
-        return f"{what}; try another dtype, and check the weights"
+        problem = f"the model's output after token {self.num_computed} is not numbers"
+        return f"{problem}; try another dtype, and check the weights"
 
     def fork(self, other: RequestProgress) -> None:
         """Take over the progress of another request, from which this one forks."""
@@ -228,7 +228,7 @@ class RequestTable(Mapping[str, RequestT]):
 
     def first_unreported(self, requests: Iterable[RequestT]) -> RequestT | None:
         """Return the first of ``requests`` that has something to report; None if none has."""
-        return next((each for each in requests if self.unreported.get(each.request_id) is each), None)
+        return next((request for request in requests if self.unreported.get(request.request_id) is request), None)
 
     def add(self, request: RequestT) -> None:
         """Add a request whose id is not in the table."""
@@ -258,9 +258,9 @@ class RequestTable(Mapping[str, RequestT]):
         self.unreported.pop(request_id, None)
         request = self._requests.pop(request_id, None)
         if request is not None and request.sample:
-            others = self._samples[request.asked_id]
-            del others[request_id]
-            if not others:
+            samples = self._samples[request.asked_id]
+            del samples[request_id]
+            if not samples:
                 del self._samples[request.asked_id]
         return request
 

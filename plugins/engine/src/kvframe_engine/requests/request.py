@@ -176,11 +176,11 @@ class Request(RequestProgress):
         """Whether its tokens change its logits, or log-probabilities are wanted, which are computed with its tokens."""
         return self.params.changes_logits or self.params.logprobs or self.wants_prompt_rows
 
-    def draw_ahead(self, place: int) -> float:
-        """Return the uniform number that samples the token ``place`` tokens after the next one."""
-        while len(self.uniforms) <= place:
+    def draw_ahead(self, num_drawn: int) -> float:
+        """Return the uniform number that samples the token ``num_drawn`` tokens after the next one."""
+        while len(self.uniforms) <= num_drawn:
             self.uniforms.append(self.random.random())
-        return self.uniforms[place]
+        return self.uniforms[num_drawn]
 
     def take(self, outcome: int) -> None:
         """Take the next generated token; set ``finish_reason`` if it is the last."""
@@ -271,16 +271,16 @@ def make_samples(
     """
     requests = [
         Request.create(
-            each_id,
+            sample_id,
             token_ids,
-            each,
+            sample_params,
             text_stream=make_text_stream(),
             processors=start_processors(),
             asked_id=ids[0],
             sample=sample,
             **shared,
         )
-        for sample, (each_id, each) in enumerate(zip(ids, _params_of_each(params), strict=True))
+        for sample, (sample_id, sample_params) in enumerate(zip(ids, _params_of_each(params), strict=True))
     ]
     if len(requests) > 1 and forks:
         # Each sample computes the prompt's last token itself, because it samples from the logits of that token.

@@ -49,14 +49,14 @@ class TextStream:
             return
         if self._decode_next is None:
             self._decode_next = self._decode_stream(token_ids[: self._num_read])
-        new = self._decode_next(token_ids[self._num_read :], final)
+        new_text = self._decode_next(token_ids[self._num_read :], final)
         self._num_read = len(token_ids)
         self._is_final = final
         if self._stop is NO_STOPS:
-            self.text += new
+            self.text += new_text
             return
-        pending = self._held + new
-        reading = self._stop.read(self._state, new)
+        pending = self._held + new_text
+        reading = self._stop.read(self._state, new_text)
         if reading.found_at is not None:
             self.text += pending[: len(self._held) + reading.found_at]
             self._held = ""

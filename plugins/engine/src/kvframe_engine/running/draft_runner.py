@@ -60,7 +60,7 @@ class DraftRunner:
         Args:
             query_lens: The numbers of tokens of a request that the stack captures.
         """
-        return [(1, Rows.LAST), *((each, Rows.STORED) for each in query_lens)]
+        return [(1, Rows.LAST), *((query_len, Rows.STORED) for query_len in query_lens)]
 
     def warm_up(self) -> None:
         """Capture the usual graphs. No row may be set yet."""
@@ -87,16 +87,16 @@ class DraftRunner:
         Returns:
             For each request as many tokens, or fewer: if logits are not numbers, and at most one for each head.
         """
-        found: list[list[int]] = [[] for _ in requests]
+        token_runs: list[list[int]] = [[] for _ in requests]
         if self.is_set_aside:
-            return found
+            return token_runs
         try:
             with torch.inference_mode():
-                self._continue(requests, rows, num_known, np.array(counts), found)
+                self._continue(requests, rows, num_known, np.array(counts), token_runs)
         except BaseException as error:  # Ctrl-C waits while a step is scheduled
             self._set_aside(error)
             return [[] for _ in requests]
-        return found
+        return token_runs
 
     def _continue(
         self,
@@ -140,17 +140,17 @@ class DraftRunner:
         if self.is_set_aside:
             return
         num_done, num_kept = num_done_of(step), num_kept_of(step, outcomes)
-        places = np.flatnonzero(num_kept > num_done)
-        if not len(places):
+        indices = np.flatnonzero(num_kept > num_done)
+        if not len(indices):
             return
-        num_computed, query_lens = (step.num_computed + num_done)[places], (num_kept - num_done)[places]
+        num_computed, query_lens = (step.num_computed + num_done)[indices], (num_kept - num_done)[indices]
         order = self._layers.order_for(query_lens)
         if order is not None:
-            places, num_computed, query_lens = places[order], num_computed[order], query_lens[order]
+            indices, num_computed, query_lens = indices[order], num_computed[order], query_lens[order]
         try:
             self.runner.forward(
                 StepBatch(
-                    rows=step.rows[places],
+                    rows=step.rows[indices],
                     num_computed=num_computed,
                     query_lens=query_lens,
                     generating_indices=np.cumsum(query_lens) - 1,
@@ -177,9 +177,9 @@ def num_kept_of(step: ScheduledStep[Request], outcomes: Outcomes) -> IntArray:
     num_kept = step.num_scheduled.copy()
     if step.drafts:
         runs = cast(Sequence[Sequence[int]], outcomes)
-        for place, run in zip(step.generating.tolist(), runs, strict=True):
-            if step.drafts[place]:
-                num_kept[place] = len(run)
+        for index, run in zip(step.generating.tolist(), runs, strict=True):
+            if step.drafts[index]:
+                num_kept[index] = len(run)
     return num_kept
 
 
@@ -190,18 +190,18 @@ def num_done_of(step: ScheduledStep[Request]) -> IntArray:
         step: A step.
     """
     num_done = np.zeros_like(step.num_scheduled)
-    for place, tokens in enumerate(step.continued):
-        drafts = step.drafts[place] if step.drafts else ()
+    for index, tokens in enumerate(step.continued):
+        drafts = step.drafts[index] if step.drafts else ()
         # The last known token was computed, and each token from which another one was sampled.
-        num_done[place] = min(1 + _num_equal(tokens, drafts), len(tokens))
+        num_done[index] = min(1 + _num_equal(tokens, drafts), len(tokens))
     return num_done
 
 
-def _num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
+def _num_equal(tokens: Sequence[int], other_tokens: Sequence[int]) -> int:
     """Return how many tokens two sequences begin with that are equal."""
     count = 0
-    for token, other in zip(tokens, others, strict=False):
-        if token != other:
+    for token, other_token in zip(tokens, other_tokens, strict=False):
+        if token != other_token:
             break
         count += 1
     return count

@@ -83,9 +83,9 @@ class LastTokens:
     def before(self, forward: Forward) -> Forward:
         """Return a forward that reads the tokens which the host does not know, and then computes ``forward``."""
 
-        def read_and_compute(token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> Output:
+        def read_and_compute(token_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> Output:
             last_tokens = self._tokens.index_select(0, (-1 - token_ids).clamp(min=0))
-            return forward(torch.where(token_ids < 0, last_tokens, token_ids), positions, wanted)
+            return forward(torch.where(token_ids < 0, last_tokens, token_ids), positions, logits_indices)
 
         return read_and_compute
 

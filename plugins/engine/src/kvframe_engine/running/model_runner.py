@@ -154,9 +154,9 @@ class ModelRunner:
         """
         for request in step.admitted:
             self.set_row(request.row, request.token_ids, request.inputs, request.num_joint_tokens)
-        for place, drafts in enumerate(step.drafts):
+        for index, drafts in enumerate(step.drafts):
             if drafts:
-                row, start = step.rows[place], step.num_known[place]
+                row, start = step.rows[index], step.num_known[index]
                 self.tokens[row, start : start + len(drafts)] = drafts
         return PackedStep.of(step, self._layers.order_for)
 
@@ -240,10 +240,10 @@ class ModelRunner:
                     return self._split_output([logits[: len(logits_indices)], *(each[:num_rows] for each in others)])
             inputs = tuple(torch.from_numpy(each) for each in tensors)
             step = self._layers.begin_step(metadata, batch=batch, tables=self._tables, inputs=inputs)
-            token_ids, positions_there, wanted = step.inputs
-            output = self._forward(token_ids, positions_there, wanted)
+            token_ids, device_positions, wanted_indices = step.inputs
+            output = self._forward(token_ids, device_positions, wanted_indices)
             kept_rows = step.kept_rows
-            num_wanted = len(wanted if kept_rows is None else kept_rows)
+            num_wanted = len(wanted_indices if kept_rows is None else kept_rows)
             num_others = len(positions) if self._keeps_all_rows else num_wanted
             for tensor, count in zip(output, (num_wanted, num_others), strict=False):
                 self._check_logits(tensor, count)
@@ -251,7 +251,9 @@ class ModelRunner:
                 return self._split_output(output)
             # The rows that the layers computed, then padding.
             is_kept = batch.generating_indices is logits_indices
-            return self._split_output([each[: len(wanted)] if is_kept else each[wanted] for each in output])
+            return self._split_output(
+                [each[: len(wanted_indices)] if is_kept else each[wanted_indices] for each in output]
+            )
 
     def hidden_rows_of(self, packed: StepBatch, rows: IntArray, counts: IntArray) -> torch.Tensor:
         """Return the hidden states of the first tokens of some requests of the last step, ``[sum(counts), …], device``.
@@ -264,8 +266,8 @@ class ModelRunner:
         assert self.hidden_rows is not None
         starts = np.zeros(len(self.tokens), dtype=np.int64)
         starts[packed.rows] = np.cumsum(packed.query_lens) - packed.query_lens
-        places = np.arange(int(counts.sum())) + np.repeat(starts[rows] - np.cumsum(counts) + counts, counts)
-        return self.hidden_rows.index_select(0, self.to_device(places))
+        row_indices = np.arange(int(counts.sum())) + np.repeat(starts[rows] - np.cumsum(counts) + counts, counts)
+        return self.hidden_rows.index_select(0, self.to_device(row_indices))
 
     def _split_output(self, output: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the logits of a step, and keep the hidden states of the same rows, if there are any."""
@@ -277,9 +279,9 @@ class ModelRunner:
         """Refuse another number of rows than was asked for, which would give requests each other's tokens."""
         if isinstance(logits, torch.Tensor) and logits.ndim == 2 and logits.shape[0] == num_rows:
             return
-        found = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__!r}"
+        answer = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__!r}"
         raise ModelError(
-            f"{self._model.description.name}: its model adapter's forward returned {found}, and not a tensor "
+            f"{self._model.description.name}: its model adapter's forward returned {answer}, and not a tensor "
             f"[{num_rows}, vocab_size]: this is a mistake in the model adapter"
         )
 
@@ -394,7 +396,7 @@ class TokenRunner(ModelRunner):
         def outcomes() -> Sequence[int]:
             token_ids = copy.result().wait()
             self.tokens[rows, positions] = token_ids
-            return token_ids if packed.places is None else [token_ids[place] for place in packed.places]
+            return token_ids if packed.sampled_order is None else [token_ids[index] for index in packed.sampled_order]
 
         return LaunchedStep(step, True, lambda: copy.result().wait(), outcomes)
 
@@ -427,14 +429,14 @@ class TokenRunner(ModelRunner):
             first = num_known - np.array([len(each) for each in drafts])
             places = np.arange(int(num_new.sum())) + np.repeat(first + num_new - np.cumsum(num_new), num_new)
             self.tokens[np.repeat(rows, num_new), places] = [*chain.from_iterable(runs)]
-            return runs if packed.places is None else [runs[place] for place in packed.places]
+            return runs if packed.sampled_order is None else [runs[index] for index in packed.sampled_order]
         token_ids = sample(processed, requests)
         if self.hidden_states is not None:
             self._keep_hidden_states(packed, requests, [[each] for each in token_ids], [1] * len(requests))
         if any(request.params.logprobs for request in requests):
             add_logprobs(logits, requests, [[each] for each in token_ids], [1] * len(requests))
         self.tokens[rows, num_known] = token_ids
-        return token_ids if packed.places is None else [token_ids[place] for place in packed.places]
+        return token_ids if packed.sampled_order is None else [token_ids[index] for index in packed.sampled_order]
 
     def _keep_hidden_states(
         self,
@@ -455,9 +457,11 @@ class TokenRunner(ModelRunner):
         assert self.hidden_rows is not None
         rows, counts = self.hidden_rows, [sum(token >= 0 for token in run) for run in runs]
         starts = np.cumsum(num_rows) - num_rows
-        wanted = np.concatenate([np.arange(count) + start for start, count in zip(starts, counts, strict=True)])
-        kept = rows.index_select(0, self.to_device(packed.sampled[wanted]))
-        for request, part in zip(requests, kept.split(counts), strict=True):
+        sampled_indices = np.concatenate(
+            [np.arange(count) + start for start, count in zip(starts, counts, strict=True)]
+        )
+        hidden_states = rows.index_select(0, self.to_device(packed.sampled[sampled_indices]))
+        for request, part in zip(requests, hidden_states.split(counts), strict=True):
             if len(part):
                 self.hidden_states[request.request_id] = part
         self.hidden_rows = None
@@ -484,18 +488,18 @@ class TokenRunner(ModelRunner):
 
 def new_inputs_of(step: ScheduledStep[RequestT]) -> Mapping[str, Mapping[int, ModelInput]]:
     """Return by sequence and row the inputs that a step computes."""
-    found: dict[str, dict[int, ModelInput]] = {}
+    new_inputs: dict[str, dict[int, ModelInput]] = {}
     for request in step.admitted:
         for name in request.new_inputs:
-            found.setdefault(name, {})[request.row] = request.inputs[name]
-    return found
+            new_inputs.setdefault(name, {})[request.row] = request.inputs[name]
+    return new_inputs
 
 
 def forward_of(model: LoadedModel, *, with_hidden_states: bool = False) -> Forward:
     """Return a model's forward, which gives the hidden states that it was prepared for, if they are needed."""
     if with_hidden_states:
         return model.forward_with_hidden_states
-    return lambda token_ids, positions, wanted: (model.forward(token_ids, positions, wanted),)
+    return lambda token_ids, positions, logits_indices: (model.forward(token_ids, positions, logits_indices),)
 
 
 def are_last_tokens(batch: StepBatch) -> bool:

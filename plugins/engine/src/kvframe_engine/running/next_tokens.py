@@ -39,13 +39,13 @@ def accept_drafts(
     Returns:
         For each request its next tokens, at least one unless its logits are not numbers.
     """
-    owners = [request for request, each in zip(requests, drafts, strict=True) for _ in range(1 + len(each))]
-    token_ids = sample(logits, owners, [place for each in drafts for place in range(1 + len(each))])
+    owners = [request for request, tokens in zip(requests, drafts, strict=True) for _ in range(1 + len(tokens))]
+    token_ids = sample(logits, owners, [index for tokens in drafts for index in range(1 + len(tokens))])
     runs, start = [], 0
-    for each in drafts:
-        run = token_ids[start : start + 1 + len(each)]
+    for tokens in drafts:
+        run = token_ids[start : start + 1 + len(tokens)]
         start += len(run)
-        num_accepted = next((place for place, draft in enumerate(each) if run[place] != draft), len(each))
+        num_accepted = next((index for index, draft in enumerate(tokens) if run[index] != draft), len(tokens))
         run = run[: num_accepted + 1]
         if run[-1] == FAILED:
             run.pop()
@@ -53,7 +53,7 @@ def accept_drafts(
     return runs
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request], places: Sequence[int] | None = None) -> list[int]:
+def sample(logits: torch.Tensor, requests: Sequence[Request], num_drawn: Sequence[int] | None = None) -> list[int]:
     """Return the token that follows each row of logits; ``FAILED`` if it has NaN or no finite maximum.
 
     The uniform numbers of requests are read, and not used up: ``Request.take`` does that.
@@ -61,9 +61,9 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], places: Sequence[i
     Args:
         logits: ``[num_rows, vocab_size], device``.
         requests: The request of each row.
-        places: For each row, how many uniform numbers of its request other tokens use before it; none unless given.
+        num_drawn: For each row, how many uniform numbers of its request other tokens use before it; none unless given.
     """
-    token_ids: list[int] = sample_on_device(logits, Draws.of(requests, places, logits.device)).tolist()
+    token_ids: list[int] = sample_on_device(logits, Draws.of(requests, num_drawn, logits.device)).tolist()
     return token_ids
 
 
@@ -87,12 +87,12 @@ class Draws:
     has_typical: bool
 
     @classmethod
-    def of(cls, requests: Sequence[Request], places: Sequence[int] | None, device: torch.device) -> list[Draws]:
+    def of(cls, requests: Sequence[Request], num_drawn: Sequence[int] | None, device: torch.device) -> list[Draws]:
         """Return what the rows of requests are drawn with; nothing for greedy ones.
 
         Args:
             requests: The request of each row.
-            places: As for ``sample``.
+            num_drawn: As for ``sample``.
             device: Where the logits are.
         """
         if not any(request.params.temperature for request in requests):
@@ -105,7 +105,7 @@ class Draws:
                 if request.params.temperature > 0 and request.params.truncates is truncates
             ]
             if rows:
-                numbers = [_numbers_of(requests[row], places[row] if places else 0) for row in rows]
+                numbers = [_numbers_of(requests[row], num_drawn[row] if num_drawn else 0) for row in rows]
                 has_typical = any(requests[row].params.typical_p < 1 for row in rows)
                 rows_there = to_device(torch.tensor(rows), device)
                 numbers_there = to_device(torch.tensor(numbers, dtype=torch.float64), device)
@@ -113,10 +113,10 @@ class Draws:
         return draws
 
 
-def _numbers_of(request: Request, place: int) -> tuple[float, ...]:
+def _numbers_of(request: Request, num_drawn: int) -> tuple[float, ...]:
     params = request.params
     top_k = float(min(params.top_k or _ALL_TOKENS, _ALL_TOKENS))
-    return params.temperature, request.draw_ahead(place), top_k, params.top_p, params.min_p, params.typical_p
+    return params.temperature, request.draw_ahead(num_drawn), top_k, params.top_p, params.min_p, params.typical_p
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -157,8 +157,8 @@ def _greatest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         numbers = (logits if logits.dtype.itemsize > 2 else logits.float()).numpy()
         indices = numbers.argmax(axis=-1)
         return torch.from_numpy(indices), torch.from_numpy(numbers[np.arange(len(indices)), indices])
-    maxima, found = logits.max(dim=-1)
-    return found, maxima
+    maxima, indices_of_maxima = logits.max(dim=-1)
+    return indices_of_maxima, maxima
 
 
 def add_logprobs(
@@ -232,8 +232,8 @@ def draw_full(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tens
     cumulative = probabilities.cumsum(dim=-1)
     # A uniform of 53 bits times a total rounds to less than the total, so the search always ends on a token; its
     # strict comparison passes over tokens of probability zero.
-    found = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    return _within(found, probabilities).squeeze(1)
+    drawn_indices = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    return _within(drawn_indices, probabilities).squeeze(1)
 
 
 def _within(places: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
@@ -278,8 +278,8 @@ def draw_truncated(
     if has_typical:
         ordered = _typical(ordered, typical_p)
     cumulative = ordered.cumsum(dim=-1)
-    found = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    return token_ids.gather(1, _within(found, probabilities)).squeeze(1)
+    drawn_indices = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    return token_ids.gather(1, _within(drawn_indices, probabilities)).squeeze(1)
 
 
 def _typical(probabilities: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:

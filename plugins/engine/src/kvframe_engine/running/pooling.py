@@ -146,7 +146,7 @@ class PoolingRunner(ModelRunner):
         outcomes = np.where(np.isfinite(values).all(axis=1), COMPUTED, FAILED).tolist()
         for request, value in zip(compress(packed.requests, packed.is_sampled), values.tolist(), strict=True):
             request.embedding = tuple(value)
-        return outcomes if packed.places is None else [outcomes[place] for place in packed.places]
+        return outcomes if packed.sampled_order is None else [outcomes[index] for index in packed.sampled_order]
 
     def _pool(self, packed: PackedStep[EmbeddingRequest], hidden: torch.Tensor) -> torch.Tensor:
         """Pool the step's hidden states of each request; return the results of requests whose last token it computes.
@@ -165,9 +165,9 @@ class PoolingRunner(ModelRunner):
             pooled.index_add_(0, self.to_device(owners), hidden.float())
         else:
             # A request's first row is that of its first token, unless that was pooled in an earlier step.
-            given = np.flatnonzero(counts)
-            firsts = (np.cumsum(counts) - counts)[given]
-            pooled.index_copy_(0, self.to_device(given), hidden[self.to_device(firsts)].float())
+            with_rows = np.flatnonzero(counts)
+            firsts = (np.cumsum(counts) - counts)[with_rows]
+            pooled.index_copy_(0, self.to_device(with_rows), hidden[self.to_device(firsts)].float())
         # All requests but those whose tokens are all computed in this step for the first time.
         in_parts = ~packed.is_sampled | (counts < packed.num_computed + packed.query_lens)
         for index in np.flatnonzero(in_parts).tolist():

@@ -111,38 +111,43 @@ class Drafting(Generic[RequestT]):
         # The first step of a request has no state to go back to.
         may_draft = (step.num_known - step.num_computed == 1) & (step.num_scheduled == 1) & (step.num_computed > 0)
         requests = step.requests
-        places = [
-            place
-            for place in np.flatnonzero(may_draft & is_due).tolist()
-            if not requests[place].wants_prompt_rows and requests[place].num_computed >= requests[place].last_pause
+        indices = [
+            index
+            for index in np.flatnonzero(may_draft & is_due).tolist()
+            if not requests[index].wants_prompt_rows and requests[index].num_computed >= requests[index].last_pause
         ]
         self._num_generating = int(np.count_nonzero(may_draft))
-        counts = self._counts([requests[place] for place in places], budget)
-        places, counts = [place for place, most in zip(places, counts, strict=True) if most], [*filter(None, counts)]
-        if not places:
+        counts = self._counts([requests[index] for index in indices], budget)
+        indices, counts = (
+            [index for index, count in zip(indices, counts, strict=True) if count],
+            [*filter(None, counts)],
+        )
+        if not indices:
             return step
         if self.continue_requests is not None:
             # The draft model stores the state of what it generates, in the drafts' blocks.
-            if not _extend(cache, step.rows[places], step.num_known[places] + counts):
+            if not _extend(cache, step.rows[indices], step.num_known[indices] + counts):
                 return step
-            step = attrs.evolve(step, continued=self._continue(step, places, counts))
-        asked = [requests[place] for place in places]
-        proposed = self._propose(asked, counts, [step.continued[place] for place in places] if step.continued else ())
+            step = attrs.evolve(step, continued=self._continue(step, indices, counts))
+        drafting_requests = [requests[index] for index in indices]
+        proposed = self._propose(
+            drafting_requests, counts, [step.continued[index] for index in indices] if step.continued else ()
+        )
         are_tried = self._num_tries() > 0
         is_turn = not are_tried or self._num_steps % STEPS_PER_DRAFT == 0
-        for request, each in zip(asked, proposed, strict=True):
+        for request, tokens in zip(drafting_requests, proposed, strict=True):
             pace = self._paces[request.request_id]
-            if not each:
+            if not tokens:
                 self._wait(request, pace.skip(STEPS_PER_DRAFT if are_tried else 0))
             elif pace.num_tries or not is_turn:
-                pace.tried = len(request.token_ids), each[0]
-                each.clear()
+                pace.tried = len(request.token_ids), tokens[0]
+                tokens.clear()
         if not any(proposed):
             return step
         drafts: list[list[int]] = [[] for _ in requests]
-        for place, each in zip(places, proposed, strict=True):
-            drafts[place] = each
-        num_drafts = np.array([len(each) for each in drafts])
+        for index, tokens in zip(indices, proposed, strict=True):
+            drafts[index] = tokens
+        num_drafts = np.array([len(tokens) for tokens in drafts])
         num_all = int(num_drafts.sum())
         has_drafts = num_drafts > 0
         if not _extend(cache, step.rows[has_drafts], (step.num_known + num_drafts)[has_drafts]):
@@ -170,19 +175,19 @@ class Drafting(Generic[RequestT]):
         """
         following = [run[-1] if run else -1 for run in runs]
         num_all = 0
-        for place, run in zip(step.generating.tolist(), runs, strict=True):
-            if not step.drafts[place]:
+        for index, run in zip(step.generating.tolist(), runs, strict=True):
+            if not step.drafts[index]:
                 continue
-            request, num_known = step.requests[place], int(step.num_known[place])
+            request, num_known = step.requests[index], int(step.num_known[index])
             for token_id in run[:-1]:
                 request.take(token_id)
                 if request.finish_reason is not None:
                     break
             # The state of a request's last token is not needed, and that of a rejected draft is wrong.
             num_taken = len(request.token_ids) - num_known
-            num_computed[place] = num_known + num_taken - (request.finish_reason is not None)
+            num_computed[index] = num_known + num_taken - (request.finish_reason is not None)
             num_all += num_taken
-            self._learn(request, len(step.drafts[place]), max(0, len(run) - 1))
+            self._learn(request, len(step.drafts[index]), max(0, len(run) - 1))
         return following, num_all
 
     def _counts(self, requests: Sequence[RequestT], budget: int) -> list[int]:
@@ -209,20 +214,20 @@ class Drafting(Generic[RequestT]):
                     counts.append(0)
                     continue
             # The step adds one token to the accepted drafts.
-            most = max(0, min(pace.num_drafts, budget, request.num_final_tokens - len(request.token_ids) - 1))
-            budget -= most
-            counts.append(most)
+            max_drafts = max(0, min(pace.num_drafts, budget, request.num_final_tokens - len(request.token_ids) - 1))
+            budget -= max_drafts
+            counts.append(max_drafts)
         return counts
 
-    def _continue(self, step: ScheduledStep[RequestT], places: list[int], counts: list[int]) -> list[Sequence[int]]:
+    def _continue(self, step: ScheduledStep[RequestT], indices: list[int], counts: list[int]) -> list[Sequence[int]]:
         """Return for each request of a step the tokens with which the draft model continues it."""
         assert self.continue_requests is not None
-        found: list[Sequence[int]] = [()] * len(step.requests)
-        requests = [step.requests[place] for place in places]
-        continued = self.continue_requests(requests, step.rows[places], step.num_known[places], counts)
-        for place, each in zip(places, continued, strict=True):
-            found[place] = each
-        return found
+        token_runs: list[Sequence[int]] = [()] * len(step.requests)
+        requests = [step.requests[index] for index in indices]
+        continued = self.continue_requests(requests, step.rows[indices], step.num_known[indices], counts)
+        for index, tokens in zip(indices, continued, strict=True):
+            token_runs[index] = tokens
+        return token_runs
 
     def _propose(
         self, requests: Sequence[RequestT], counts: Sequence[int], continued: Sequence[Sequence[int]] = ()
@@ -238,21 +243,24 @@ class Drafting(Generic[RequestT]):
             return [[] for _ in requests]
         hidden_states = {} if self.hidden_states is None else self.hidden_states
         # By position, because seven named arguments take longer.
-        asked = [
+        draft_requests = [
             DraftRequest(
                 request.request_id,
                 request.token_ids,
                 request.num_prompt_tokens,
-                most,
+                max_drafts,
                 request.cache_salt,
                 tuple(continued[index]) if continued else (),
                 hidden_states.get(request.request_id),
             )
-            for index, (request, most) in enumerate(zip(requests, counts, strict=True))
+            for index, (request, max_drafts) in enumerate(zip(requests, counts, strict=True))
         ]
         try:
-            proposed = self._proposer.propose(asked)
-            return [self._checked(tokens, each.max_drafts) for each, tokens in zip(asked, proposed, strict=True)]
+            proposed = self._proposer.propose(draft_requests)
+            return [
+                self._checked(tokens, draft_request.max_drafts)
+                for draft_request, tokens in zip(draft_requests, proposed, strict=True)
+            ]
         except BaseException as error:
             self._set_aside(error)
             return [[] for _ in requests]
@@ -293,15 +301,15 @@ class Drafting(Generic[RequestT]):
             except BaseException as error:
                 self._set_aside(error)
 
-    def _checked(self, tokens: Sequence[int], most: int) -> list[int]:
+    def _checked(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         """Return the first proposed tokens, up to one that is no token of the model."""
-        found: list[int] = []
-        for token in list(tokens)[:most]:
+        token_ids: list[int] = []
+        for token in list(tokens)[:max_tokens]:
             number = int(token)
             if number < 0 or number >= (1 << 32 if self._vocab_size is None else self._vocab_size):
                 break
-            found.append(number)
-        return found
+            token_ids.append(number)
+        return token_ids
 
     def _set_aside(self, error: BaseException) -> None:
         name = type(self._proposer).__name__

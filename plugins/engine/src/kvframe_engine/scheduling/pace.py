@@ -34,18 +34,18 @@ class Pace:
         """Return whether the tried draft is the token in its place; None if there is no such draft or token yet."""
         if self.tried is None or len(token_ids) <= self.tried[0]:
             return None
-        (place, draft), self.tried = self.tried, None
-        return token_ids[place] == draft
+        (position, draft), self.tried = self.tried, None
+        return token_ids[position] == draft
 
-    def skip(self, most: int) -> int:
+    def skip(self, max_steps: int) -> int:
         """Return the steps to wait before the next question, because the proposer had no drafts; at most so many."""
-        num_waiting, self.silence = self.silence, min(2 * self.silence + 1, max(most, self.first_pause - 1))
+        num_waiting, self.silence = self.silence, min(2 * self.silence + 1, max(max_steps, self.first_pause - 1))
         return num_waiting
 
-    def learn(self, num_proposed: int, num_accepted: int, most: int) -> int:
+    def learn(self, num_proposed: int, num_accepted: int, max_drafts: int) -> int:
         """Choose the number of the next drafts from what became of the last ones; return the steps to wait first."""
         self.silence = 0
-        self.num_drafts = min(2 * num_proposed, most) if num_accepted == num_proposed else max(1, num_accepted)
+        self.num_drafts = min(2 * num_proposed, max_drafts) if num_accepted == num_proposed else max(1, num_accepted)
         if 2 * num_accepted >= num_proposed:
             self.pause = self.first_pause
             return 0

@@ -294,7 +294,7 @@ def is_being_computed(request: RequestT, admitted: Sequence[RequestT], counts: S
     """
     if not block_size or not request.uses_prefix or request.is_swapped:
         return False
-    most = len(request.token_ids) - 1
+    max_shared = len(request.token_ids) - 1
     for other, count in zip(admitted, counts, strict=True):
         if other.cache_salt != request.cache_salt:
             continue
@@ -303,7 +303,7 @@ def is_being_computed(request: RequestT, admitted: Sequence[RequestT], counts: S
         if other.input_sequences != request.input_sequences:
             continue
         first = other.num_computed // block_size * block_size
-        last = min(other.num_computed + count, most) // block_size * block_size
+        last = min(other.num_computed + count, max_shared) // block_size * block_size
         # One comparison is enough: of the tokens up to the end of the first block that the other request computes.
         stop = first + block_size
         if stop <= last and other.token_ids[:stop] == request.token_ids[:stop]:

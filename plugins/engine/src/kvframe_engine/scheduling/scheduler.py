@@ -307,7 +307,7 @@ class Scheduler(Generic[RequestT]):
             request.num_computed = count
         generated = step.requests
         if len(generating) < len(generated):
-            generated = [generated[place] for place in generating.tolist()]
+            generated = [generated[index] for index in generating.tolist()]
         again: list[RequestT] = []
         for request, outcome in zip(generated, outcomes, strict=True):
             if request.finish_reason is not None:
@@ -322,8 +322,8 @@ class Scheduler(Generic[RequestT]):
         num_known = step.num_known.copy()
         num_known[generating] = [len(request.token_ids) for request in generated]
         self.running.advance(num_computed, num_known)
-        if ended := [request for request in step.requests if request.finish_reason is not None]:
-            self._release_ended(self._not_ahead(ended))
+        if ended_requests := [request for request in step.requests if request.finish_reason is not None]:
+            self._release_ended(self._not_ahead(ended_requests))
         for request in reversed(self._not_ahead(again) if again else ()):
             self._compute_anew(request)
         self.stats.steps += 1
@@ -417,12 +417,12 @@ class Scheduler(Generic[RequestT]):
         for request in reversed(list(self.running)):
             self._blocks.release(request)
             self._queue_again(request)
-        started = [request for request in self.waiting if request.was_started]
-        for request in started:
+        started_requests = [request for request in self.waiting if request.was_started]
+        for request in started_requests:
             if request.is_swapped:
                 self._blocks.release(request)
             request.forget_partial()
-        return started
+        return started_requests
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
@@ -436,7 +436,9 @@ class Scheduler(Generic[RequestT]):
         rows, num_computed, num_known = self.running.columns(len(self.running))
         counts: IntArray = num_known - num_computed
         if self._pausing:
-            self._pausing = [each for each in self._pausing if each.row >= 0 and each.num_computed < each.last_pause]
+            self._pausing = [
+                request for request in self._pausing if request.row >= 0 and request.num_computed < request.last_pause
+            ]
             for request in self._pausing:
                 counts[self.running.index(request)] = request.next_stop - request.num_computed
         if int(counts.sum()) > budget:
@@ -475,7 +477,7 @@ class Scheduler(Generic[RequestT]):
         for request in self._choosing:
             if request.row >= 0 and request.has_to_choose:
                 request.has_chosen = self._get_or_preempt(request, partial(self._cache.shrink, request.request_id))
-        self._choosing = [each for each in self._choosing if each.row >= 0 and not each.has_chosen]
+        self._choosing = [request for request in self._choosing if request.row >= 0 and not request.has_chosen]
 
     def _extend_or_preempt(self, request: RequestT, num_tokens: int) -> bool:
         """Allocate blocks for a running request's first tokens; return False if it was preempted itself, or ended."""
@@ -575,18 +577,23 @@ class Scheduler(Generic[RequestT]):
             counts: ``[num_running]``: how many tokens each could compute. A step has a token for each at least, because
                 a request is admitted only if the running ones leave a token.
         """
-        needed: dict[str, int] = {}
+        needed_tokens: dict[str, int] = {}
         prompts = np.flatnonzero(counts > 1).tolist()
         for index in prompts:
             owner = self.running[index].owner
-            needed[owner] = needed.get(owner, 0) + int(counts[index]) - 1
+            needed_tokens[owner] = needed_tokens.get(owner, 0) + int(counts[index]) - 1
         num_left = self._max_num_batched_tokens - len(counts)
         has_row = len(counts) < self._max_num_seqs
-        if num_left and has_row and (request := self._next_waiting()) is not None and request.owner not in needed:
+        if (
+            num_left
+            and has_row
+            and (request := self._next_waiting()) is not None
+            and request.owner not in needed_tokens
+        ):
             num_left -= 1
         parts: dict[str, int] = {}
-        for owner in sorted(needed, key=needed.__getitem__):
-            parts[owner] = min(needed[owner], num_left // (len(needed) - len(parts)))
+        for owner in sorted(needed_tokens, key=needed_tokens.__getitem__):
+            parts[owner] = min(needed_tokens[owner], num_left // (len(needed_tokens) - len(parts)))
             num_left -= parts[owner]
         divided: IntArray = np.minimum(counts, 1)
         for index in prompts:
@@ -655,5 +662,7 @@ class Scheduler(Generic[RequestT]):
 
 def _is_ready(request: RequestProgress) -> bool:
     """Return whether a waiting request waits neither for its pages nor for tokens before its fork from another one."""
-    fetch, other = request.fetch, request.forks_from
-    return (other is None or other.row < 0 or other.num_computed >= other.pause_at) and (fetch is None or fetch.is_over)
+    fetch, forked_request = request.fetch, request.forks_from
+    return (
+        forked_request is None or forked_request.row < 0 or forked_request.num_computed >= forked_request.pause_at
+    ) and (fetch is None or fetch.is_over)

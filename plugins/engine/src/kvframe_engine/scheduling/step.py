@@ -133,7 +133,7 @@ class ScheduledStep(Generic[RequestT]):
         """Return the step with requests that were admitted to it, and how many tokens it computes of each."""
         if not admitted:
             return self
-        columns = np.array([(each.row, each.num_computed, len(each.token_ids)) for each in admitted]).T
+        columns = np.array([(request.row, request.num_computed, len(request.token_ids)) for request in admitted]).T
         before = np.stack([self.rows, self.num_computed, self.num_known])
         rows, num_computed, num_known = np.concatenate([before, columns], axis=1)
         return ScheduledStep(
@@ -185,8 +185,8 @@ class PackedStep(StepBatch, Generic[RequestT]):
         drafts: The drafts of each request; empty if no request has any.
         sampled: ``[num_sampled]``: the logits rows that tokens are sampled from, in the order of requests: one for each
             request that gets a token, and one for each draft.
-        places: ``[num_requests_sampled]``: for each request that gets a token, in the scheduler's order, its index
-            among those that get one here; None if both orders are the same.
+        sampled_order: ``[num_requests_sampled]``: for each request that gets a token, in the scheduler's order, its
+            index among those that get one here; None if both orders are the same.
         prompt_rows: ``[num_prompt_rows]``: the other logits rows.
         prompt_positions: ``[num_prompt_rows]``: the positions of their tokens.
         prompt_requests: ``[num_prompt_rows]``: the indices of their requests, in order.
@@ -198,7 +198,7 @@ class PackedStep(StepBatch, Generic[RequestT]):
     num_drafts: IntArray | None
     drafts: Sequence[Sequence[int]]
     sampled: IntArray
-    places: IntArray | None
+    sampled_order: IntArray | None
     prompt_rows: IntArray
     prompt_positions: IntArray
     prompt_requests: IntArray
@@ -231,7 +231,7 @@ class PackedStep(StepBatch, Generic[RequestT]):
         is_sampled = num_after >= num_known
         sampled, num_drafts = (ends - 1)[is_sampled], None
         if drafts:
-            num_drafts = np.array([len(each) for each in drafts])
+            num_drafts = np.array([len(tokens) for tokens in drafts])
             before = num_drafts[is_sampled]
             # The rows of a request's last known token and of its drafts are consecutive.
             stops = np.cumsum(before + 1)
@@ -251,7 +251,7 @@ class PackedStep(StepBatch, Generic[RequestT]):
             num_drafts=num_drafts,
             drafts=drafts,
             sampled=sampled,
-            places=None if order is None else np.argsort(order[is_sampled]),
+            sampled_order=None if order is None else np.argsort(order[is_sampled]),
             prompt_rows=prompt_rows,
             prompt_positions=prompt_rows + (num_after - ends)[prompt_requests],
             prompt_requests=prompt_requests,

@@ -149,22 +149,22 @@ class PrefixFetcher:
     ) -> bool:
         """Read missing blocks; return False if a block was not there after all, and mark it as such."""
         is_complete = True
-        for group, wanted in enumerate(missing):
+        for group, is_wanted in enumerate(missing):
             page_bytes = self._pages.page_bytes[group]
             at_once = max(1, _BYTES_AT_ONCE // page_bytes)
             for store, name in enumerate(self._stores):
-                blocks = np.flatnonzero(wanted & (holders[group][: len(wanted)] == store + 1)).tolist()
+                blocks = np.flatnonzero(is_wanted & (holders[group][: len(is_wanted)] == store + 1)).tolist()
                 blocks = [block for block in blocks if (group, block) not in fetch.pages]
                 for start in range(0, len(blocks), at_once):
                     if fetch.is_cancelled:
                         return True
-                    some, began = blocks[start : start + at_once], monotonic()
-                    keys = [fetch.blocks.keys[group][block] for block in some]
-                    are_read = self._pages.read(store, fetch.number, group, some, keys)
+                    block_part, began = blocks[start : start + at_once], monotonic()
+                    keys = [fetch.blocks.keys[group][block] for block in block_part]
+                    are_read = self._pages.read(store, fetch.number, group, block_part, keys)
                     num_bytes = sum(are_read) * page_bytes
                     self._rates[store].note(monotonic() - began, num_bytes)
                     fetch.num_bytes += num_bytes
-                    for block, is_read in zip(some, are_read, strict=True):
+                    for block, is_read in zip(block_part, are_read, strict=True):
                         if is_read:
                             fetch.pages[group, block] = name
                         else:
@@ -182,13 +182,13 @@ class PrefixFetcher:
         if self.seconds_per_token is None:
             return True
         seconds = [0.0] * len(self._stores)
-        for group, wanted in enumerate(missing):
+        for group, is_wanted in enumerate(missing):
             for store, rate in enumerate(self._rates):
-                num_blocks = int(np.count_nonzero(wanted & (holders[group][: len(wanted)] == store + 1)))
+                num_blocks = int(np.count_nonzero(is_wanted & (holders[group][: len(is_wanted)] == store + 1)))
                 seconds[store] += rate.seconds(num_blocks * self._pages.page_bytes[group])
         if sum(seconds) < num_tokens * self.seconds_per_token:
             return True
-        for rate, of_store in zip(self._rates, seconds, strict=True):
-            if of_store:
+        for rate, store_seconds in zip(self._rates, seconds, strict=True):
+            if store_seconds:
                 rate.note_skip()
         return False

@@ -129,10 +129,12 @@ class StoredPages:
             blocks: The indices of the request's blocks.
             keys: Their keys in the cache.
         """
-        records, of_fetch = self.records, self._read_pages.setdefault(fetch, {})
+        records, fetched_pages = self.records, self._read_pages.setdefault(fetch, {})
         record_keys = [records.key_of(group, key) for key in keys]
         pages = self._readers[store].read(records, record_keys, self.page_bytes[group])
-        of_fetch.update(((group, block), page) for block, page in zip(blocks, pages, strict=True) if page is not None)
+        fetched_pages.update(
+            ((group, block), page) for block, page in zip(blocks, pages, strict=True) if page is not None
+        )
         return [page is not None for page in pages]
 
     def write(self, fetch: int, group: int, blocks: Sequence[int], block_ids: Sequence[int]) -> None:
@@ -144,10 +146,10 @@ class StoredPages:
             blocks: The indices of the request's blocks.
             block_ids: The device's pages.
         """
-        of_fetch = self._read_pages[fetch]
+        fetched_pages = self._read_pages[fetch]
         at_once = max(1, _BYTES_AT_ONCE // self.page_bytes[group])
         for start in range(0, len(blocks), at_once):
-            pages = [of_fetch[group, block] for block in blocks[start : start + at_once]]
+            pages = [fetched_pages[group, block] for block in blocks[start : start + at_once]]
             self._pool.write(group, block_ids[start : start + at_once], torch.from_numpy(np.stack(pages)))
 
     def release(self, fetch: int) -> None:

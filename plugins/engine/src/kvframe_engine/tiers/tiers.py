@@ -291,8 +291,8 @@ class Tiers:
                 hardly delay the next step, and the others after later steps.
         """
         if num_tokens >= LEAST_TOKENS:
-            per_token, known = seconds / num_tokens, self._seconds_per_token
-            self._seconds_per_token = per_token if known is None else 0.9 * known + 0.1 * per_token
+            per_token, old_per_token = seconds / num_tokens, self._seconds_per_token
+            self._seconds_per_token = per_token if old_per_token is None else 0.9 * old_per_token + 0.1 * per_token
             if self._fetcher is not None:
                 self._fetcher.seconds_per_token = self._seconds_per_token
         if self._fresh and self._pages is not None:
@@ -319,15 +319,15 @@ class Tiers:
     def _give(self, block_ids: Sequence[int], max_queued_bytes: int | None = None) -> None:
         """Copy pages from the device, and queue them for the stores."""
         assert self._pages is not None
-        of_groups: dict[int, list[int]] = {}
+        blocks_of_groups: dict[int, list[int]] = {}
         for block_id in block_ids:
-            of_groups.setdefault(self._fresh[block_id][0], []).append(block_id)
-        for group, of_group in of_groups.items():
+            blocks_of_groups.setdefault(self._fresh[block_id][0], []).append(block_id)
+        for group, group_blocks in blocks_of_groups.items():
             at_once = max(1, BYTES_A_STEP // self._page_bytes[group])
-            for start in range(0, len(of_group), at_once):
-                some = of_group[start : start + at_once]
-                keys = [self._fresh.pop(block_id)[1] for block_id in some]
-                self._pages.give(group, keys, some, max_queued_bytes)
+            for start in range(0, len(group_blocks), at_once):
+                block_part = group_blocks[start : start + at_once]
+                keys = [self._fresh.pop(block_id)[1] for block_id in block_part]
+                self._pages.give(group, keys, block_part, max_queued_bytes)
                 self._known.update(dict.fromkeys((group, key) for key in keys))
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]

@@ -1,4 +1,4 @@
-"""This process's place among the ranks that torchrun started, read from the environment; nothing here loads torch."""
+"""This process among the ranks that torchrun started, read from the environment; nothing here loads torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @attrs.frozen
-class Place:
-    """One of several ranks.
+class ProcessRank:
+    """A process that is one of several ranks.
 
     Attributes:
         rank: Its number. Rank 0 serves requests.
@@ -37,16 +37,16 @@ class Place:
         return self.num_local_ranks == self.num_ranks
 
 
-def find_place() -> Place | None:
-    """Return this process's place; None if it is alone."""
+def find_rank() -> ProcessRank | None:
+    """Return this process among its ranks; None if it is alone."""
     try:
         rank, num_ranks, local_rank, num_local_ranks = (int(os.environ[name]) for name in _NAMES)
     except (KeyError, ValueError):
         return None
-    return Place(rank, num_ranks, local_rank, num_local_ranks) if num_ranks > 1 else None
+    return ProcessRank(rank, num_ranks, local_rank, num_local_ranks) if num_ranks > 1 else None
 
 
-def stack_of_rank(stack: Stack, place: Place) -> Stack:
+def stack_of_rank(stack: Stack, process: ProcessRank) -> Stack:
     """Return the stack with the device of one rank: of several GPUs, each rank of a machine takes its own.
 
     Raises:
@@ -55,9 +55,9 @@ def stack_of_rank(stack: Stack, place: Place) -> Stack:
     kind, _, index = stack.model.device.partition(":")
     if index:
         raise StackError(
-            f"{stack.source}: model.device {stack.model.device!r} is one device, and there are {place.num_ranks} "
+            f"{stack.source}: model.device {stack.model.device!r} is one device, and there are {process.num_ranks} "
             f"ranks; set it to {kind!r}, and each rank takes the device of its own number"
         )
     if kind == "cpu":
         return stack
-    return attrs.evolve(stack, model=attrs.evolve(stack.model, device=f"{kind}:{place.local_rank}"))
+    return attrs.evolve(stack, model=attrs.evolve(stack.model, device=f"{kind}:{process.local_rank}"))
