@@ -17,7 +17,7 @@ import pytest
 import torch
 from kvframe_engine.graphs import sizes as graph_sizes
 from kvframe_engine.graphs.device_graphs import CalledGraph
-from kvframe_engine.graphs.sizes import GraphSizes, Rows, asked_sizes, auto_sizes, context_sizes
+from kvframe_engine.graphs.sizes import Generating, GraphSizes, asked_sizes, auto_sizes, context_sizes
 from kvframe_engine.graphs.step_graphs import StepGraphs
 from kvframe_engine.requests.request import SamplingParams
 
@@ -224,7 +224,7 @@ def test_a_step_of_states_is_captured_unless_a_token_has_no_state_to_continue_fr
     assert choice.of(batch_of((5, 3)), 1) is None
     assert choice.of(batch_of((5, 1), (0, 1)), 2) is None
     # A graph that no step could use is not captured when the engine starts.
-    assert {1} == {sizes.query_len for sizes in choice.usual(64, [(1, Rows.LAST), (3, Rows.LAST)])}
+    assert {1} == {sizes.query_len for sizes in choice.usual(64, [(1, Generating.LAST), (3, Generating.LAST)])}
 
 
 def test_a_step_of_inputs_is_captured_unless_it_computes_one() -> None:
@@ -240,7 +240,7 @@ def test_a_step_of_inputs_is_captured_unless_it_computes_one() -> None:
         if (found := with_inputs(lens, [False, False])) is not None
     ]
     assert with_inputs([1024, 3], [False, True]) is None
-    assert {1024, 3000} == {sizes.max_input_len for sizes in choice.usual(8, [(1, Rows.LAST)])}
+    assert {1024, 3000} == {sizes.max_input_len for sizes in choice.usual(8, [(1, Generating.LAST)])}
 
 
 def test_a_chain_with_effects_leaves_no_uniform_steps_to_a_backend_that_needs_them(
@@ -286,24 +286,24 @@ def test_usual_steps_are_uniform_and_no_larger_than_a_step_may_be() -> None:
         (GraphCapture.ALWAYS, [(2, 3, 5000), (2, 3, 4096), (2, 3, 1024), (4, 1, 5000)]),
         (GraphCapture.DECODE, [(4, 1, 5000), (4, 1, 4096), (4, 1, 1024), (2, 1, 5000)]),
     ):
-        usual = graphs_for(level)._choice.usual(8, [(1, Rows.LAST), (3, Rows.LAST)])
+        usual = graphs_for(level)._choice.usual(8, [(1, Generating.LAST), (3, Generating.LAST)])
         assert expected == [(sizes.num_reqs, sizes.query_len, sizes.max_seq_len) for sizes in usual][:4]
-    assert {} == graphs_for(GraphCapture.ALWAYS)._choice.usual(1, [(1, Rows.LAST), (3, Rows.LAST)])
+    assert {} == graphs_for(GraphCapture.ALWAYS)._choice.usual(1, [(1, Generating.LAST), (3, Generating.LAST)])
 
 
 def test_usual_steps_want_the_logits_that_they_are_asked_for() -> None:
     choice = graphs_for(GraphCapture.ALWAYS, num_reqs=(2,), max_model_len=1024)._choice
     assert {
-        Rows.LAST: (2, 2, False),
-        Rows.STORED: (2, 0, False),
-        Rows.ALL: (6, 6, True),
-        Rows.FEW: (6, 2, True),
+        Generating.LAST: (2, 2, False),
+        Generating.STORED: (2, 0, False),
+        Generating.ALL: (6, 6, True),
+        Generating.FEW: (6, 2, True),
     } == {
         rows: (sizes.num_generating, sizes.num_wanted, sizes.all_generate)
-        for sizes, (_, rows) in choice.usual(8, [(3, rows) for rows in Rows]).items()
+        for sizes, (_, rows) in choice.usual(8, [(3, rows) for rows in Generating]).items()
     }
     # Of kinds with the same sizes, one is captured.
-    assert [2, 0] == [sizes.num_wanted for sizes in choice.usual(8, [(1, rows) for rows in Rows])]
+    assert [2, 0] == [sizes.num_wanted for sizes in choice.usual(8, [(1, rows) for rows in Generating])]
 
 
 def test_what_there_is_no_memory_to_capture_runs_without_a_graph(

@@ -146,10 +146,10 @@ def parts_of(file: bytes) -> Parts:
     contents = json.loads(json.loads(file[8 : 8 + length])["__metadata__"]["contents"])
     parts: Parts = {"origin": contents["origin"]}
     start = 8 + length
-    for name in ("pages", "places", "tokens", "prefixes"):
+    for name in ("pages", "offsets", "tokens", "prefixes"):
         parts[name] = file[start : start + contents["sizes"][name]]
         start += contents["sizes"][name]
-    parts["places"] = np.frombuffer(parts["places"], dtype=np.uint64).copy()
+    parts["offsets"] = np.frombuffer(parts["offsets"], dtype=np.uint64).copy()
     parts["tokens"] = np.frombuffer(parts["tokens"], dtype=np.uint32).copy()
     parts["prefixes"] = json.loads(parts["prefixes"])
     return parts
@@ -160,7 +160,7 @@ def forged(parts: Parts) -> bytes:
     listed = parts["prefixes"]
     data = {
         "pages": bytes(parts["pages"]),
-        "places": parts["places"].tobytes(),
+        "offsets": parts["offsets"].tobytes(),
         "tokens": parts["tokens"].tobytes(),
         "prefixes": listed if isinstance(listed, bytes) else json.dumps(listed).encode(),
     }
@@ -177,8 +177,8 @@ def first(**changes: Any) -> Callable[[Parts], None]:
     return lambda parts: parts["prefixes"][0].update(changes)
 
 
-def put(name: str, place: int, value: int) -> Callable[[Parts], None]:
-    return lambda parts: parts[name].__setitem__(place, value)
+def put(name: str, index: int, value: int) -> Callable[[Parts], None]:
+    return lambda parts: parts[name].__setitem__(index, value)
 
 
 def replace(**changes: Any) -> Callable[[Parts], None]:
@@ -188,8 +188,8 @@ def replace(**changes: Any) -> Callable[[Parts], None]:
 MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
     "a token id out of range": (put("tokens", 3, 128), "token ids outside of [0, 128)"),
     "the largest token id": (put("tokens", 11, 2**32 - 1), "token ids outside of [0, 128)"),
-    "a place after the end": (put("places", 0, 3 * 3072 - 3071), "a page lies after the end"),
-    "the largest place": (put("places", 2, 2**64 - 1), "a page lies after the end"),
+    "an offset after the end": (put("offsets", 0, 3 * 3072 - 3071), "a page lies after the end"),
+    "the largest offset": (put("offsets", 2, 2**64 - 1), "a page lies after the end"),
     "no pages": (replace(pages=b""), "a page lies after the end"),
     "half a block": (first(num_tokens=6), "number of tokens"),
     "half a block, and tokens for it": (
@@ -200,7 +200,7 @@ MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
         replace(
             prefixes=[{"num_tokens": 0, "salt": "", "inputs": {}, "num_pages": [0]}],
             tokens=np.zeros(0, dtype=np.uint32),
-            places=np.zeros(0, dtype=np.uint64),
+            offsets=np.zeros(0, dtype=np.uint64),
         ),
         "a prefix has 0 tokens",
     ),
@@ -208,7 +208,7 @@ MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
     "a billion pages": (first(num_pages=[10**9]), "number of pages"),
     "pages of two groups": (first(num_pages=[1, 1]), "a group that the model does not have"),
     "fewer pages than needed": (
-        lambda parts: parts.update(places=parts["places"][1:]) or first(num_pages=[1])(parts),
+        lambda parts: parts.update(offsets=parts["offsets"][1:]) or first(num_pages=[1])(parts),
         "other pages than it needs",
     ),
     "tokens below nothing": (first(num_tokens=-4), "its list of prefixes is not"),
@@ -231,7 +231,7 @@ MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
     "a list that is not JSON": (replace(prefixes=b"\xff"), "its list of prefixes is not JSON"),
     "a number of a million digits": (replace(prefixes=b"[" + b"9" * 1_000_000 + b"]"), "is not JSON"),
     "huge sizes": (replace(sizes={"pages": 2**62}), "its header gives"),
-    "sizes that overflow": (replace(sizes={"pages": 2**63, "places": 2**63}), "its header is not"),
+    "sizes that overflow": (replace(sizes={"pages": 2**63, "offsets": 2**63}), "its header is not"),
     "sizes below nothing": (replace(sizes={"pages": -8}), "its header is not"),
     "a size that is no number of tokens": (replace(sizes={"tokens": 47}), "its header is not"),
     "another dtype": (replace(header=[(b'"dtype":"U32"', b'"dtype":"F32"')]), "its header is not"),
@@ -240,10 +240,10 @@ MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
     "a name twice": (replace(header=[(b'{"__metadata__"', b'{"pages":0,"__metadata__"')]), "its header is not"),
     "something more": (replace(header=[(b'{"__metadata__"', b'{"zzz":0,"__metadata__"')]), "its header is not"),
     "an older version": (
-        replace(header=[(b'"version":"3"', b'"version":"1"')]),
-        "of version '1' of the format, and this kvframe reads version 3; save the prefixes again",
+        replace(header=[(b'"version":"4"', b'"version":"1"')]),
+        "of version '1' of the format, and this kvframe reads version 4; save the prefixes again",
     ),
-    "a newer version": (replace(header=[(b'"version":"3"', b'"version":"4"')]), "of version '4' of the format"),
+    "a newer version": (replace(header=[(b'"version":"4"', b'"version":"5"')]), "of version '5' of the format"),
     "an origin that is none": (replace(origin={"config": []}), "its config differs"),
     "groups that are none": (lambda parts: parts["origin"].update(groups=[7]), "group 0 has kind 7 there"),
     "a layout that is none": (lambda parts: parts["origin"].update(layout=7), "its layers lie in other places"),
@@ -267,10 +267,10 @@ def test_a_file_that_was_made_up_is_refused(what: str, serving: Serving, tmp_pat
         b"[]",
         b'"text"',
         b'{"__metadata__":[]}',
-        b'{"__metadata__":{"format":"kvframe.prefixes","version":"3"}}',
-        b'{"__metadata__":{"format":"kvframe.prefixes","version":"3","contents":"[]"}}',
-        b'{"__metadata__":{"format":"kvframe.prefixes","version":"3","contents":"{}","checksum":1}}',
-        b'{"__metadata__":{"format":"kvframe.prefixes","version":"3","contents":"\\ud800"}}',
+        b'{"__metadata__":{"format":"kvframe.prefixes","version":"4"}}',
+        b'{"__metadata__":{"format":"kvframe.prefixes","version":"4","contents":"[]"}}',
+        b'{"__metadata__":{"format":"kvframe.prefixes","version":"4","contents":"{}","checksum":1}}',
+        b'{"__metadata__":{"format":"kvframe.prefixes","version":"4","contents":"\\ud800"}}',
     ],
     ids=lambda header: str(header[:70]),
 )
@@ -302,12 +302,12 @@ def test_a_prefix_of_a_file_with_many_is_read_without_a_look_at_the_others(servi
     entry = {"num_tokens": 1, "salt": "", "inputs": {}, "num_pages": [1]}
     parts["prefixes"] = [entry] * num_prefixes
     parts["tokens"] = np.arange(num_prefixes, dtype=np.uint32)
-    parts["places"] = np.arange(num_prefixes, dtype=np.uint64)
+    parts["offsets"] = np.arange(num_prefixes, dtype=np.uint64)
     path.write_bytes(forged(parts))
     with PrefixFileReader(path) as reader:
         reader.prefixes = listed = Counted(reader.prefixes)
         for index in (0, 250, num_prefixes - 1):
-            assert ([index], [index]) == (reader.tokens(index).tolist(), reader.places(index)[0].tolist())
+            assert ([index], [index]) == (reader.tokens(index).tolist(), reader.offsets(index)[0].tolist())
         assert listed.num_visits <= 6
     assert "a prefix has 1 tokens, which are not whole blocks" in str(refusal(serving.engine, path))
 
@@ -348,7 +348,7 @@ def test_a_file_that_becomes_shorter_while_it_is_loaded_leaves_nothing_behind(
     monkeypatch.setattr(PrefixFileReader, "check", lambda self: os.truncate(path, len(serving.file) - 400 - 3072))
     monkeypatch.setattr(PrefixFileReader, "tokens", lambda self, index: np.full(8 - 4 * index, 5, dtype=np.uint32))
     monkeypatch.setattr(
-        PrefixFileReader, "places", lambda self, index: [np.arange(2 - index, dtype=np.uint64) * 3072 + 6144 * index]
+        PrefixFileReader, "offsets", lambda self, index: [np.arange(2 - index, dtype=np.uint64) * 3072 + 6144 * index]
     )
     with pytest.raises(PrefixFileError, match="it became shorter while it was read"):
         engine.load_prefixes(path)

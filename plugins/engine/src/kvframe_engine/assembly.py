@@ -148,14 +148,14 @@ def _assemble_draft(assembly: Assembly, draft: LoadedModel) -> Assembly:
     views = assembly.setup.draft_views(assembly.storage.views)
     # What heads keep between steps is read and written by their runner, and not in their forward.
     has_heads = isinstance(draft, PredictionHeads)
-    kept = [layer for layer in setup.layers if layer.query is None] if has_heads else []
-    layers = [layer for layer in setup.layers if layer not in kept]
+    stored_layers = [layer for layer in setup.layers if layer.query is None] if has_heads else []
+    layers = [layer for layer in setup.layers if layer not in stored_layers]
     return attrs.evolve(
         assembly,
         model=draft,
         setup=setup,
         views=views,
-        kept=setup.make_layers(views, assembly.plan, (), kept) if has_heads else None,
+        kept=setup.make_layers(views, assembly.plan, (), stored_layers) if has_heads else None,
         layers=setup.make_layers(views, assembly.plan, layers=layers),
     )
 

@@ -94,18 +94,18 @@ def _passes(assembly: Assembly, choices: Sequence[Choice]) -> bool:
     return True
 
 
-def _first_wrong(assembly: Assembly, right: Sequence[Choice], wrong: Sequence[Choice]) -> int:
-    """Return the index of a layer that passes as in ``right`` and fails as in ``wrong``, found by bisection.
+def _first_wrong(assembly: Assembly, right_choices: Sequence[Choice], wrong_choices: Sequence[Choice]) -> int:
+    """Return the index of a layer that passes with its right choice and fails with its wrong one, found by bisection.
 
     Args:
         assembly: The set-up.
-        right: Choices that pass.
-        wrong: Choices for the same layers that fail.
+        right_choices: Choices that pass.
+        wrong_choices: Choices for the same layers that fail.
     """
-    passing, failing = 0, len(wrong)
+    passing, failing = 0, len(wrong_choices)
     while failing - passing > 1:
         middle = (passing + failing) // 2
-        if _passes(assembly, (*wrong[:middle], *right[middle:])):
+        if _passes(assembly, (*wrong_choices[:middle], *right_choices[middle:])):
             passing = middle
         else:
             failing = middle

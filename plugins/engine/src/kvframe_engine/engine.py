@@ -14,7 +14,7 @@ from kvframe.contract.errors import KVFrameError, ModelError, PrefixFileError, R
 from kvframe.contract.model import PredictionHeads
 from kvframe_engine.assembly import Assembly
 from kvframe_engine.core import EngineCore
-from kvframe_engine.graphs.sizes import Rows, UsualStep
+from kvframe_engine.graphs.sizes import Generating, UsualStep
 from kvframe_engine.graphs.step_graphs import Forward, StepGraphs
 from kvframe_engine.pipeline import StepPipeline
 from kvframe_engine.prefixes.fingerprint import fingerprint_of
@@ -360,9 +360,9 @@ class Engine(EngineCore[Request]):
         max_drafts, usual_steps = self._scheduler.max_drafts, None
         if max_drafts:
             # All logits of a request's drafts are wanted, of few requests or of many.
-            steps_of_drafts = [(1 + max_drafts, Rows.ALL), (1 + max_drafts, Rows.FEW)]
+            steps_of_drafts = [(1 + max_drafts, Generating.ALL), (1 + max_drafts, Generating.FEW)]
             usual_steps = [
-                *((query_len, Rows.LAST) for query_len in self.stack.model.graph_query_lens),
+                *((query_len, Generating.LAST) for query_len in self.stack.model.graph_query_lens),
                 *steps_of_drafts,
             ]
         runner = TokenRunner(

@@ -182,7 +182,10 @@ def generate(
             else:
                 with ctrl_c_is_noted() as ctrl_c:
                     outputs = engine.generate(
-                        prompts, params, cache_salt=salts, on_progress=lambda done: show(done) or not ctrl_c.is_set()
+                        prompts,
+                        params,
+                        cache_salt=salts,
+                        on_progress=lambda num_done: show(num_done) or not ctrl_c.is_set(),
                     )
                 interrupted = ctrl_c.is_set()
             interrupted = interrupted or not _flush(engine)

@@ -36,9 +36,9 @@ def check_loaded_file(path: Path) -> None:
 
 def check_saved_file(path: Path) -> None:
     """Raise for a path that cannot be written, or that holds another kind of file, before a model is loaded."""
-    from kvframe_engine.prefixes.file_writer import check_prefix_place
+    from kvframe_engine.prefixes.file_writer import check_prefix_path
 
-    check_prefix_place(path)
+    check_prefix_path(path)
 
 
 def to_dict(prefix: SavedPrefix) -> dict[str, Any]:
@@ -51,11 +51,11 @@ def to_dict(prefix: SavedPrefix) -> dict[str, Any]:
     }
 
 
-def show(what: str, path: Path, prefixes: Sequence[SavedPrefix]) -> None:
+def show(verb: str, path: Path, prefixes: Sequence[SavedPrefix]) -> None:
     """Print on stderr which prefixes of a file were saved or loaded, and why the others were left out."""
     cached_prefixes = [prefix for prefix in prefixes if prefix.is_cached]
     num_tokens = sum(prefix.num_tokens for prefix in cached_prefixes)
-    click.echo(f"{what} {len(cached_prefixes)} of {len(prefixes)} prefixes, {num_tokens} tokens: {path}", err=True)
+    click.echo(f"{verb} {len(cached_prefixes)} of {len(prefixes)} prefixes, {num_tokens} tokens: {path}", err=True)
     for prefix in prefixes:
         if prefix.reason is not None:
             click.echo(f"a prefix of {prefix.num_tokens} tokens was left out: {prefix.reason}", err=True)

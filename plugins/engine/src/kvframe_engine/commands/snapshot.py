@@ -125,21 +125,21 @@ class UnreachableError(click.ClickException):
     """A server's metrics cannot be read."""
 
 
-def snapshot_of(engine: Engine, seconds: float, step_seconds: float, ended: tuple[int, int]) -> Snapshot:
+def snapshot_of(engine: Engine, seconds: float, step_seconds: float, num_ended: tuple[int, int]) -> Snapshot:
     """Return an engine's snapshot.
 
     Args:
         engine: The engine.
         seconds: When it is taken.
         step_seconds: What its steps took together.
-        ended: How many of how many prompts are done.
+        num_ended: How many of how many prompts are done.
     """
     stats = engine.stats()
     return Snapshot(
         seconds=seconds,
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
-        ended=ended,
+        ended=num_ended,
         steps=stats.steps,
         step_seconds=step_seconds,
         cache_bytes=stats.cache_bytes,

@@ -133,18 +133,18 @@ def _run(engine: Engine, prompts: Any, params: SamplingParams, show: Show, inter
     recorded = engine.start_trace()
     last, step_seconds, total = time.monotonic(), 0.0, len(prompts)
 
-    def take(done: int) -> Snapshot:
+    def take(num_done: int) -> Snapshot:
         nonlocal step_seconds
         step_seconds += sum(step.stop - step.start for step in recorded.steps)
         # The trace would grow with each step.
         recorded.steps.clear()
         recorded.events.clear()
-        return snapshot_of(engine, time.monotonic(), step_seconds, (done, total))
+        return snapshot_of(engine, time.monotonic(), step_seconds, (num_done, total))
 
-    def after_step(done: int) -> None:
+    def after_step(num_done: int) -> None:
         nonlocal last
-        if done < total and time.monotonic() - last >= interval:
-            show(take(done))
+        if num_done < total and time.monotonic() - last >= interval:
+            show(take(num_done))
             last = time.monotonic()
 
     show(take(0))
@@ -212,12 +212,12 @@ def _joined(parts: Iterable[list[str]], width: int) -> Iterator[str]:
     """Yield a line for each list of parts, or several if it is too long."""
     for part in parts:
         line = part[0]
-        for each in part[1:]:
-            if len(line) + len(each) + 2 > width:
+        for item in part[1:]:
+            if len(line) + len(item) + 2 > width:
                 yield f"{line},"
-                line = f"  {each}"
+                line = f"  {item}"
             else:
-                line += f", {each}"
+                line += f", {item}"
         yield line
 
 

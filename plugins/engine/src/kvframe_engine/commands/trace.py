@@ -84,7 +84,7 @@ def trace(
             engine.generate(
                 prompts,
                 SamplingParams(max_new_tokens=max_new_tokens),
-                on_progress=lambda done: show(done) or not ctrl_c.is_set(),
+                on_progress=lambda num_done: show(num_done) or not ctrl_c.is_set(),
             )
         page = page_of_trace(engine, recorded)
     write_page(html, "trace.html", page, package="kvframe_engine.commands")

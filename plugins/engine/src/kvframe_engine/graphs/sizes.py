@@ -12,7 +12,7 @@ from kvframe import Stack, StepBatch
 from kvframe.contract.capture import GraphCapture
 
 
-class Rows(Enum):
+class Generating(Enum):
     """Which tokens of a request generate in a step that is captured, and whose logits are wanted."""
 
     LAST = "the last one, whose logits are wanted"
@@ -21,7 +21,7 @@ class Rows(Enum):
     FEW = "all of them, with logits of no more than there are requests"
 
 
-UsualStep = tuple[int, Rows]
+UsualStep = tuple[int, Generating]
 """A kind of step that is captured before the first request: the tokens of each request, and which of them generate."""
 
 SHORTEST_CONTEXT = 1024
@@ -88,17 +88,17 @@ class SizeChoice:
             num_wanted: The number of wanted rows of logits.
         """
         longest, shortest = int(batch.query_lens.max()), int(batch.query_lens.min())
-        needed = GraphCapture.DECODE if longest == 1 else GraphCapture.UNIFORM
+        needed_capture = GraphCapture.DECODE if longest == 1 else GraphCapture.UNIFORM
         num_reqs = _next(self.num_reqs, len(batch.rows))
         query_len: int | None = longest if longest in self.query_lens else None
         num_generating, all_generate = len(batch.generating_indices), True
         if num_generating < int(batch.query_lens.sum()):
             all_generate = False
             if self.skips:
-                needed = GraphCapture.ALWAYS  # the remaining batches mix requests with and without tokens
+                needed_capture = GraphCapture.ALWAYS  # the remaining batches mix requests with and without tokens
         if self.level is GraphCapture.ALWAYS:
             query_len = _next(self.query_lens, longest)
-        elif needed > self.level or shortest < longest:
+        elif needed_capture > self.level or shortest < longest:
             return None
         max_seq_len = _next(self.max_seq_lens, int((batch.num_computed + batch.query_lens).max()))
         if num_reqs is None or query_len is None or max_seq_len is None or not num_generating:
@@ -116,15 +116,15 @@ class SizeChoice:
         )
         assert max_input_len is not None, "an input is no longer than the plan allows"
         rows = num_reqs, num_reqs * query_len
-        wanted = _next(rows, num_wanted) if num_wanted else 0
+        padded_wanted = _next(rows, num_wanted) if num_wanted else 0
         generating = rows[1] if all_generate else _next(rows, num_generating)
-        if wanted is None or generating is None:
+        if padded_wanted is None or generating is None:
             return None
         return GraphSizes(
             num_reqs=num_reqs,
             query_len=query_len,
             num_generating=generating,
-            num_wanted=wanted,
+            num_wanted=padded_wanted,
             max_seq_len=max_seq_len,
             all_generate=all_generate,
             max_input_len=max_input_len,
@@ -141,28 +141,32 @@ class SizeChoice:
         Returns:
             A kind of step for each size, the largest first.
         """
-        found: dict[GraphSizes, UsualStep] = {}
+        usual_steps: dict[GraphSizes, UsualStep] = {}
         for num_reqs in self.num_reqs:
             for query_len, rows in steps:
                 for max_seq_len in self.max_seq_lens:
                     lens = np.full(num_reqs, query_len)
-                    of_last = np.cumsum(lens) - 1
+                    last_rows = np.cumsum(lens) - 1
                     batch = StepBatch(
                         rows=np.arange(num_reqs),
                         num_computed=np.full(num_reqs, max_seq_len - query_len),
                         query_lens=lens,
-                        generating_indices=np.arange(lens.sum()) if rows in (Rows.ALL, Rows.FEW) else of_last,
+                        generating_indices=np.arange(lens.sum())
+                        if rows in (Generating.ALL, Generating.FEW)
+                        else last_rows,
                     )
-                    num_wanted = {Rows.STORED: 0, Rows.ALL: num_reqs * query_len}.get(rows, num_reqs)
+                    num_wanted = {Generating.STORED: 0, Generating.ALL: num_reqs * query_len}.get(rows, num_reqs)
                     sizes = self.of(batch, num_wanted)
                     if sizes is not None and query_len <= max_seq_len and sizes.num_tokens <= max_num_tokens:
-                        for each in self.max_input_lens:
-                            found.setdefault(attrs.evolve(sizes, max_input_len=each), (query_len, rows))
+                        for length in self.max_input_lens:
+                            usual_steps.setdefault(attrs.evolve(sizes, max_input_len=length), (query_len, rows))
 
         def largest_first(found_sizes: GraphSizes) -> tuple[int, ...]:
-            return tuple(-each for each in (found_sizes.num_tokens, found_sizes.max_seq_len, found_sizes.max_input_len))
+            return tuple(
+                -length for length in (found_sizes.num_tokens, found_sizes.max_seq_len, found_sizes.max_input_len)
+            )
 
-        return {sizes: found[sizes] for sizes in sorted(found, key=largest_first)}
+        return {sizes: usual_steps[sizes] for sizes in sorted(usual_steps, key=largest_first)}
 
 
 def auto_sizes(max_num_seqs: int) -> tuple[int, ...]:

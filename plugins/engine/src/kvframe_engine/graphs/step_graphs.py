@@ -22,7 +22,7 @@ from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata,
 from kvframe.contract.order import IntArray
 from kvframe.contract.state import StateStep
 from kvframe_engine.graphs.device_graphs import CaptureError, Output, StepGraph, graph_factory
-from kvframe_engine.graphs.sizes import GraphSizes, Rows, SizeChoice, UsualStep, asked_sizes, context_sizes
+from kvframe_engine.graphs.sizes import Generating, GraphSizes, SizeChoice, UsualStep, asked_sizes, context_sizes
 
 _log = logging.getLogger("kvframe")
 
@@ -74,7 +74,11 @@ class StepGraphs:
             usual_steps: The kinds of steps that are captured before the first request. Unless given, those in which
                 each request computes one of ``query_lens`` and wants the logits of its last token.
         """
-        self._usual = tuple((each, Rows.LAST) for each in query_lens) if usual_steps is None else tuple(usual_steps)
+        self._usual = (
+            tuple((query_len, Generating.LAST) for query_len in query_lens)
+            if usual_steps is None
+            else tuple(usual_steps)
+        )
         self._layers = layers
         self._forward = forward
         self._choice = SizeChoice(
@@ -199,7 +203,7 @@ class StepGraphs:
         with torch.inference_mode():
             for sizes, (query_len, rows) in usual.items():
                 query_offsets = np.arange(query_len)
-                generating = query_offsets if rows in (Rows.ALL, Rows.FEW) else query_offsets[-1:]
+                generating = query_offsets if rows in (Generating.ALL, Generating.FEW) else query_offsets[-1:]
                 batch = StepBatch(
                     rows=np.zeros(1, dtype=np.int64),
                     num_computed=np.full(1, first),
@@ -224,7 +228,7 @@ class StepGraphs:
         metadata: Sequence[CommonAttentionMetadata],
         token_ids: IntArray,
         positions: IntArray,
-        wanted: IntArray,
+        wanted_indices: IntArray,
     ) -> Output | None:
         """Run a step from its graph, after capturing the graph if there is none yet.
 
@@ -235,7 +239,7 @@ class StepGraphs:
             metadata: What ``Layers.build_metadata`` made of both, on the host.
             token_ids: ``[num_tokens]``.
             positions: ``[num_tokens]``.
-            wanted: ``[num_wanted]``: the packed tokens whose logits are wanted.
+            wanted_indices: ``[num_wanted]``: the packed tokens whose logits are wanted.
 
         Returns:
             What the forward returns: logits of the wanted rows, then of padding; the next step overwrites them. None if
@@ -244,7 +248,9 @@ class StepGraphs:
             logged once. The pages stay correct: the step without a graph writes again what the capture wrote.
         """
         states = self._layers.states.rounds(batch, tables, sizes.num_reqs, sizes.query_len)
-        return None if states is None else self._run(sizes, tables, metadata, states, token_ids, positions, wanted)
+        return (
+            None if states is None else self._run(sizes, tables, metadata, states, token_ids, positions, wanted_indices)
+        )
 
     def _run(
         self,
@@ -254,7 +260,7 @@ class StepGraphs:
         states: Sequence[StateStep],
         token_ids: IntArray,
         positions: IntArray,
-        wanted: IntArray,
+        wanted_indices: IntArray,
     ) -> Output | None:
         padded = self._layers.pad_metadata(
             metadata,
@@ -268,7 +274,7 @@ class StepGraphs:
         inputs = (
             torch.from_numpy(np.pad(token_ids, (0, sizes.num_tokens - len(token_ids)))),
             torch.from_numpy(np.pad(positions, (0, sizes.num_tokens - len(positions)))),
-            torch.from_numpy(np.pad(wanted, (0, sizes.num_wanted - len(wanted)), mode="edge")),
+            torch.from_numpy(np.pad(wanted_indices, (0, sizes.num_wanted - len(wanted_indices)), mode="edge")),
         )
         captured = self._graphs.get(sizes)
         is_first = captured is None

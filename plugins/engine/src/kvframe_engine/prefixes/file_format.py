@@ -4,7 +4,7 @@ It is a safetensors file (https://huggingface.co/docs/safetensors): eight bytes 
 header in JSON, and four tensors.
 
 - ``pages``: the bytes of all pages; equal pages are stored once.
-- ``places``: for each prefix and group, the offsets in ``pages`` of the pages that a request needs to continue.
+- ``offsets``: for each prefix and group, the offsets in ``pages`` of the pages that a request needs to continue.
 - ``tokens``: the token ids of all prefixes.
 - ``prefixes``: a JSON list of everything else. It has the keyed hashes of inputs (``kvframe.cache.events``), from which
   nothing can be learnt without the secret.
@@ -30,7 +30,7 @@ from kvframe import InputSequence
 from kvframe.contract.errors import FileError
 from kvframe.contract.files import as_text, parse_json, reason_of
 
-FORMAT, VERSION = "kvframe.prefixes", 3
+FORMAT, VERSION = "kvframe.prefixes", 4
 MAX_HEADER_BYTES = 1 << 20
 MAX_LIST_BYTES = 4 << 20
 """The longest list of prefixes: a reader reads no more at once, even if a file says that the list is longer."""
@@ -39,7 +39,7 @@ LENGTH_BYTES = 8
 _ALIGNMENT = 64
 TENSORS: Mapping[str, tuple[str, int]] = {
     "pages": ("U8", 1),
-    "places": ("U64", 8),
+    "offsets": ("U64", 8),
     "tokens": ("U32", 4),
     "prefixes": ("U8", 1),
 }
@@ -47,7 +47,7 @@ TENSORS: Mapping[str, tuple[str, int]] = {
 _MAX_SIZE = 2**63 - 1
 _ENTRY_KEYS = {"num_tokens", "salt", "inputs", "num_pages"}
 
-Places = npt.NDArray[np.uint64]
+Offsets = npt.NDArray[np.uint64]
 """``[num_pages], uint64, host``: the offset of each page, in bytes."""
 
 
@@ -95,7 +95,10 @@ class FilePrefix:
 
     def entry(self) -> dict[str, Any]:
         """Return its entry in a file's list, as a JSON value."""
-        inputs = {name: {"num_tokens": each.num_tokens, "key": each.key.hex()} for name, each in self.inputs.items()}
+        inputs = {
+            name: {"num_tokens": sequence.num_tokens, "key": sequence.key.hex()}
+            for name, sequence in self.inputs.items()
+        }
         return {
             "num_tokens": self.num_tokens,
             "salt": self.salt,

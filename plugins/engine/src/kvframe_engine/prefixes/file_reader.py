@@ -23,7 +23,7 @@ from kvframe_engine.prefixes.file_format import (
     VERSION,
     Contents,
     FilePrefix,
-    Places,
+    Offsets,
 )
 
 _READ_BYTES = 1 << 20
@@ -59,9 +59,9 @@ class PrefixFileReader:
             self._start, self._contents = self._read_header()
             self.origin = self._contents.origin
             self.prefixes = self._read_list()
-            # The first token and the first place of each prefix.
+            # The first token and the first offset of each prefix.
             self._first_tokens = [0, *accumulate(each.num_tokens for each in self.prefixes)]
-            self._first_places = [0, *accumulate(sum(each.num_pages) for each in self.prefixes)]
+            self._first_offsets = [0, *accumulate(sum(each.num_pages) for each in self.prefixes)]
         except BaseException:
             self._file.close()
             raise
@@ -80,26 +80,26 @@ class PrefixFileReader:
         num_tokens = self.prefixes[index].num_tokens
         return self._numbers("tokens", "<u4", self._first_tokens[index], num_tokens).astype(np.uint32)
 
-    def places(self, index: int) -> list[Places]:
+    def offsets(self, index: int) -> list[Offsets]:
         """Return per group the offsets of a prefix's pages."""
-        start = self._first_places[index]
-        found = []
+        start = self._first_offsets[index]
+        offsets_of_groups = []
         for count in self.prefixes[index].num_pages:
-            found.append(self._numbers("places", "<u8", start, count).astype(np.uint64))
+            offsets_of_groups.append(self._numbers("offsets", "<u8", start, count).astype(np.uint64))
             start += count
-        return found
+        return offsets_of_groups
 
-    def read_page(self, place: int, into: memoryview) -> None:
+    def read_page(self, offset: int, into: memoryview) -> None:
         """Read a page.
 
         Args:
-            place: Its offset.
+            offset: Its offset.
             into: A buffer with the size of the page.
 
         Raises:
             PrefixFileError: The file has changed since it was checked.
         """
-        self._file.seek(self._start + place)
+        self._file.seek(self._start + offset)
         if self._file.readinto(into) != len(into):  # type: ignore[attr-defined]
             raise self._damaged("it became shorter while it was read")
 
@@ -163,17 +163,17 @@ class PrefixFileReader:
             raise self._damaged("its list of prefixes is not as it was written")
         if 4 * sum(prefix.num_tokens for prefix in readable_prefixes) != self._contents.sizes["tokens"]:
             raise self._damaged("its list of prefixes gives another number of tokens than it holds")
-        if 8 * sum(sum(prefix.num_pages) for prefix in readable_prefixes) != self._contents.sizes["places"]:
+        if 8 * sum(sum(prefix.num_pages) for prefix in readable_prefixes) != self._contents.sizes["offsets"]:
             raise self._damaged("its list of prefixes gives another number of pages than it holds")
         return readable_prefixes
 
     def _tensor(self, name: str, start: int, num_bytes: int) -> bytes:
         """Return a part of a tensor."""
         offset = self._start
-        for other in TENSORS:
-            if other == name:
+        for tensor in TENSORS:
+            if tensor == name:
                 break
-            offset += self._contents.sizes[other]
+            offset += self._contents.sizes[tensor]
         self._file.seek(offset + start)
         return self._read(num_bytes)
 

@@ -24,23 +24,23 @@ from kvframe_engine.prefixes.file_format import (
     TENSORS,
     Contents,
     FilePrefix,
-    Places,
+    Offsets,
     dump,
     is_prefix_file,
 )
 
 
-def check_prefix_place(path: Path) -> None:
+def check_prefix_path(path: Path) -> None:
     """Raise ``PrefixFileError`` if prefixes cannot be saved to a path: only a file of prefixes may be replaced."""
     try:
-        _check_place(path)
+        _check_path(path)
     except FileError as error:
         raise PrefixFileError(f"{path} {error}", code="unwritable") from error
     if not path.absolute().parent.is_dir():
         raise PrefixFileError(f"{path} cannot be written: there is no folder {path.parent}", code="unwritable")
 
 
-def _check_place(path: Path) -> None:
+def _check_path(path: Path) -> None:
     """Raise ``FileError`` if no file can be written at a path, or if another kind of file than of prefixes is there."""
     folder = path.absolute().parent
     if exists(path):
@@ -81,13 +81,13 @@ class PrefixFileWriter:
         Raises:
             PrefixFileError: The file cannot be written, another kind of file is there, or the origin is too long.
         """
-        check_prefix_place(path)
+        check_prefix_path(path)
         self._path = path.resolve()
         self._origin = origin
         self._digests = {name: hashlib.blake2b(digest_size=32) for name in TENSORS}
         self._sizes = dict.fromkeys(TENSORS, 0)
         self._known: dict[bytes, int] = {}
-        self._places: list[Places] = []
+        self._offsets: list[Offsets] = []
         self._tokens: list[npt.NDArray[np.uint32]] = []
         self._prefixes: list[FilePrefix] = []
         if len(self._contents().header()) > MAX_HEADER_BYTES:
@@ -122,22 +122,22 @@ class PrefixFileWriter:
         """
         num_pages = []
         for group_pages in pages:
-            places = [self._place(page) for page in group_pages]
-            self._places.append(np.array(places, dtype=np.uint64))
-            num_pages.append(len(places))
+            offsets = [self._offset_of(page) for page in group_pages]
+            self._offsets.append(np.array(offsets, dtype=np.uint64))
+            num_pages.append(len(offsets))
         self._tokens.append(np.array(token_ids, dtype=np.uint32))
         self._prefixes.append(
             FilePrefix(num_tokens=len(token_ids), salt=salt, inputs=inputs, num_pages=tuple(num_pages))
         )
 
-    def _place(self, page: bytes) -> int:
+    def _offset_of(self, page: bytes) -> int:
         """Return a page's offset; write the page if no equal page was written before."""
         key = hashlib.blake2b(page, digest_size=32).digest()
-        place = self._known.get(key)
-        if place is None:
-            place = self._known[key] = self._sizes["pages"]
+        offset = self._known.get(key)
+        if offset is None:
+            offset = self._known[key] = self._sizes["pages"]
             self._write("pages", page)
-        return place
+        return offset
 
     def finish(self) -> None:
         """Complete the file, and rename it to its path.
@@ -145,10 +145,10 @@ class PrefixFileWriter:
         Raises:
             PrefixFileError: It cannot be written. An older file is unchanged.
         """
-        for name, parts in (("places", self._places), ("tokens", self._tokens)):
+        for name, parts in (("offsets", self._offsets), ("tokens", self._tokens)):
             for part in parts:
                 self._write(name, part.astype(part.dtype.newbyteorder("<")).tobytes())
-        listed = dump([each.entry() for each in self._prefixes]).encode()
+        listed = dump([prefix.entry() for prefix in self._prefixes]).encode()
         if len(listed) > MAX_LIST_BYTES:
             raise PrefixFileError(
                 f"{self._path} would have a list of prefixes of {len(listed)} bytes, more than {MAX_LIST_BYTES}; save "
@@ -188,7 +188,7 @@ class PrefixFileWriter:
         return LENGTH_BYTES + len(self._contents().header()) + sum(self._sizes.values())
 
     def _contents(self) -> Contents:
-        return Contents(self._origin, self._sizes, {name: each.hexdigest() for name, each in self._digests.items()})
+        return Contents(self._origin, self._sizes, {name: digest.hexdigest() for name, digest in self._digests.items()})
 
     def _write(self, tensor: str, data: bytes) -> None:
         try:

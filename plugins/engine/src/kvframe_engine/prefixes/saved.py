@@ -18,7 +18,7 @@ import torch
 from kvframe import KVCacheManager, KVCachePlan, KVCacheStorage, Pin, Setup
 from kvframe.contract.errors import PrefixFileError, RequestError, shown
 from kvframe_engine.pool_pages import PoolPages
-from kvframe_engine.prefixes.file_format import FilePrefix, Places
+from kvframe_engine.prefixes.file_format import FilePrefix, Offsets
 from kvframe_engine.prefixes.file_reader import PrefixFileReader
 from kvframe_engine.prefixes.file_writer import PrefixFileWriter
 from kvframe_engine.prefixes.fingerprint import layout_of
@@ -196,7 +196,7 @@ class PrefixFiles:
         prefix = file.prefixes[index]
         pin = self._manager.restore(
             token_ids,
-            [self._copies(group, prefix, places) for group, places in enumerate(file.places(index))],
+            [self._copies(group, prefix, offsets) for group, offsets in enumerate(file.offsets(index))],
             lambda group, copies, block_ids: self._write_pages(file, group, copies, block_ids),
             salt=salt,
             inputs=prefix.inputs,
@@ -209,13 +209,13 @@ class PrefixFiles:
         pins.append(pin)
         return None
 
-    def _copies(self, group: int, prefix: FilePrefix, places: Places) -> list[int]:
-        """Return for each block index the place of its page in the file plus 1; 0 for a page that is not needed."""
+    def _copies(self, group: int, prefix: FilePrefix, offsets: Offsets) -> list[int]:
+        """Return for each block index the offset of its page in the file plus 1; 0 for a page that is not needed."""
         planned, blocks = self._plan.groups[group], self._blocks(group, prefix)
         num_blocks = len(blocks) if planned.is_of_input else prefix.num_tokens // planned.block_size
         copies = [0] * num_blocks
-        for block, place in zip(blocks, places.tolist(), strict=True):
-            copies[block] = place + 1
+        for block, offset in zip(blocks, offsets.tolist(), strict=True):
+            copies[block] = offset + 1
         return copies
 
     def _blocks(self, group: int, prefix: FilePrefix) -> list[int]:
@@ -279,9 +279,9 @@ class PrefixFiles:
                 raise self._damaged(file, "a prefix has other pages than it needs")
             if self._vocab_size is not None and (file.tokens(index) >= self._vocab_size).any():
                 raise self._damaged(file, f"it has token ids outside of [0, {self._vocab_size}), the model's")
-            for group, places in zip(groups, file.places(index), strict=True):
+            for group, offsets in zip(groups, file.offsets(index), strict=True):
                 last = file.num_page_bytes - group.page_bytes
-                if len(places) and (last < 0 or int(places.max()) > last):
+                if len(offsets) and (last < 0 or int(offsets.max()) > last):
                     raise self._damaged(file, "a page lies after the end of its pages")
 
     def _check_key(self, file: PrefixFileReader) -> None:
@@ -330,13 +330,13 @@ def _summary(planned: Any) -> dict[str, Any]:
     }
 
 
-def _differing(there: Any, here: Mapping[str, Any]) -> str:
+def _differing(file_groups: Any, own_origin: Mapping[str, Any]) -> str:
     """Return a text that names the first difference between the groups of a file and those of a cache."""
-    if not isinstance(there, list) or len(there) != len(here["groups"]):
+    if not isinstance(file_groups, list) or len(file_groups) != len(own_origin["groups"]):
         return "it has other groups"
-    for index, (one, other) in enumerate(zip(there, here["groups"], strict=True)):
-        for key, value in other.items():
-            if not isinstance(one, dict) or one.get(key) != value:
-                was = one.get(key) if isinstance(one, dict) else one
+    for index, (file_group, own_group) in enumerate(zip(file_groups, own_origin["groups"], strict=True)):
+        for key, value in own_group.items():
+            if not isinstance(file_group, dict) or file_group.get(key) != value:
+                was = file_group.get(key) if isinstance(file_group, dict) else file_group
                 return f"group {index} has {key} {was!r} there and {value!r} here"
     return "its layers lie in other places, or have other parameters"

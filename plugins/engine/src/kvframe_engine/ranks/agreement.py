@@ -53,7 +53,7 @@ def agree(ranks: Leader | Follower, setup: Setup, fingerprint: Fingerprint) -> K
         BackendError: Two ranks chose different wrappers or backends for a layer.
     """
     plan, stack = setup.plan, setup.stack
-    own = RankSetup(
+    own_setup = RankSetup(
         layers=setup.all_layers,
         memory_bytes=plan.memory_bytes,
         stack=stack,
@@ -62,7 +62,7 @@ def agree(ranks: Leader | Follower, setup: Setup, fingerprint: Fingerprint) -> K
         ),
         fingerprint=fingerprint,
     )
-    setups: list[RankSetup] = ranks.exchange(own)
+    setups: list[RankSetup] = ranks.exchange(own_setup)
     _check_stacks(setups)
     check_equal([setup.fingerprint for setup in setups])
     _check_chosen(setups)
@@ -99,11 +99,11 @@ def _check_chosen(setups: Sequence[RankSetup]) -> None:
     first = {layer: (backend, ids) for layer, backend, ids in setups[0].chosen}
     for rank, setup in enumerate(setups):
         for layer, backend, ids in setup.chosen:
-            other = first.get(layer, (backend, ids))
-            if other[1] != ids:
+            first_choice = first.get(layer, (backend, ids))
+            if first_choice[1] != ids:
                 raise BackendError(
-                    f"layer {layer!r} has backend {other[0]!r} on rank 0 and {backend!r} on rank {rank}, or other "
-                    "wrappers or options of them; name them in a rule of the stack, or install the same plugins on all "
-                    "machines",
+                    f"layer {layer!r} has backend {first_choice[0]!r} on rank 0 and {backend!r} on rank {rank}, or "
+                    "other wrappers or options of them; name them in a rule of the stack, or install the same plugins "
+                    "on all machines",
                     "ranks_differ",
                 )

@@ -84,26 +84,26 @@ def check_equal(fingerprints: Sequence[Fingerprint]) -> None:
         ModelError: Two ranks have other models, or a model with another config or other weights.
     """
     first = fingerprints[0]
-    for rank, other in enumerate(fingerprints):
-        names = _differing(first.versions, other.versions)
+    for rank, fingerprint in enumerate(fingerprints):
+        names = _differing(first.versions, fingerprint.versions)
         if names:
-            packages = (f"{name} {other.version_of(name)} instead of {first.version_of(name)}" for name in names)
+            packages = (f"{name} {fingerprint.version_of(name)} instead of {first.version_of(name)}" for name in names)
             raise EngineError(
                 f"rank {rank} has other packages than rank 0: {listed(packages)}; install the same packages on all "
                 "machines",
                 code="ranks_differ",
             )
-        if other.config != first.config:
-            excerpts = _excerpts(other.config, first.config)
+        if fingerprint.config != first.config:
+            excerpts = _excerpts(fingerprint.config, first.config)
             raise ModelError(
-                f"rank {rank} has another config of {other.model} than rank 0: {excerpts}; give all ranks the same "
-                "checkpoint"
+                f"rank {rank} has another config of {fingerprint.model} than rank 0: {excerpts}; give all ranks the "
+                "same checkpoint"
             )
-        names = _differing(first.weights, other.weights)
+        names = _differing(first.weights, fingerprint.weights)
         if names:
             raise ModelError(
-                f"rank {rank} has other weights of {other.model} than rank 0: {listed(names, 3)}; give all ranks the "
-                "same checkpoint"
+                f"rank {rank} has other weights of {fingerprint.model} than rank 0: {listed(names, 3)}; give all ranks "
+                "the same checkpoint"
             )
 
 
@@ -130,18 +130,21 @@ def _digest(tensor: torch.Tensor) -> bytes:
     if num_apart > SAMPLE_BYTES:
         parts = data[: num_apart * NUM_SAMPLES].view(NUM_SAMPLES, num_apart)
         data = torch.cat([parts[:, :SAMPLE_BYTES].reshape(-1), data[-SAMPLE_BYTES:]])
-    what = f"{tensor.dtype} {tuple(tensor.shape)} "
-    return blake2b(what.encode() + data.cpu().numpy().tobytes(), digest_size=16).digest()
+    header = f"{tensor.dtype} {tuple(tensor.shape)} "
+    return blake2b(header.encode() + data.cpu().numpy().tobytes(), digest_size=16).digest()
 
 
-def _differing(first: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
-    return sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+def _differing(first_digests: Mapping[str, object], other_digests: Mapping[str, object]) -> list[str]:
+    names = first_digests.keys() | other_digests.keys()
+    return sorted(name for name in names if first_digests.get(name) != other_digests.get(name))
 
 
 def _excerpts(config: str, first: str) -> str:
     """Return the parts of two texts around the first character that differs."""
     pairs = enumerate(zip(config, first, strict=False))
-    start = next((index for index, (mine, others) in pairs if mine != others), min(len(config), len(first)))
+    start = next(
+        (index for index, (own_char, first_char) in pairs if own_char != first_char), min(len(config), len(first))
+    )
     start = max(config.rfind(end, 0, start) for end in ",{\n") + 1
-    here, there = (shorten(text[start:].lstrip().partition(",")[0]) for text in (config, first))
-    return f"{here} instead of {there}"
+    own_excerpt, first_excerpt = (shorten(text[start:].lstrip().partition(",")[0]) for text in (config, first))
+    return f"{own_excerpt} instead of {first_excerpt}"

@@ -168,16 +168,16 @@ def sentence_of(error: BaseException) -> str:
 
 def _run(step: StepMessage, runner: ModelRunner, tables: BlockTables, limit: StepLimit) -> None:
     """Compute this rank's share of a step."""
-    for stack, (at, ids) in zip(tables.stacks, step.entries, strict=True):
-        stack.flat[at] = ids
+    for stack, (entry_indices, ids) in zip(tables.stacks, step.entries, strict=True):
+        stack.flat[entry_indices] = ids
     batch = step.batch()
     requests, positions = batch.token_positions
     runner.tokens[batch.rows[requests], positions] = step.tokens
     for name, lens in step.input_lens.items():
         runner.input_lens[name][batch.rows] = lens
-    wanted = batch.generating_indices if step.logits_indices is None else step.logits_indices
+    logits_indices = batch.generating_indices if step.logits_indices is None else step.logits_indices
     with limit:
-        runner.compute(batch, wanted, step.new_inputs)
+        runner.compute(batch, logits_indices, step.new_inputs)
 
 
 def _resized(storage: KVCacheStorage, num_slabs: int, memory_bytes: int) -> KVCachePlan:

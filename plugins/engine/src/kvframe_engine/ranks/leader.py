@@ -222,10 +222,10 @@ class LeadingStorage(KVCacheStorage):
         super().__init__(*arguments)
         self._leader = leader
 
-    def copy_pages(self, group: int, block_ids: Sequence[int], others: Sequence[int]) -> None:
+    def copy_pages(self, group: int, block_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         """Copy pages of a group within the pool of every rank."""
-        self._leader.send_command("copy_pages", group, [*block_ids], [*others])
-        super().copy_pages(group, block_ids, others)
+        self._leader.send_command("copy_pages", group, [*block_ids], [*target_ids])
+        super().copy_pages(group, block_ids, target_ids)
 
     def fill(self, group: int, block_ids: Sequence[int], value: float) -> None:
         """Fill pages with one value on every rank."""

@@ -40,9 +40,9 @@ class TableEntries:
             width = -(-longest // stack.block_size) if stack.sequence == TOKENS else stack.ids.shape[2]
             ids = stack.ids[:, batch.rows, :width]
             groups, requests, blocks = np.nonzero(ids != sent[:, batch.rows, :width])
-            at = stack.at(groups, batch.rows[requests], blocks)
-            sent.reshape(-1)[at] = stack.flat[at]
-            entries_of_stacks.append((at, stack.flat[at]))
+            entry_indices = stack.at(groups, batch.rows[requests], blocks)
+            sent.reshape(-1)[entry_indices] = stack.flat[entry_indices]
+            entries_of_stacks.append((entry_indices, stack.flat[entry_indices]))
         return entries_of_stacks
 
 

@@ -21,7 +21,7 @@ import torch
 from kvframe import Layers, StepBatch
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
-from kvframe_engine.graphs.sizes import Rows, UsualStep
+from kvframe_engine.graphs.sizes import Generating, UsualStep
 from kvframe_engine.requests.request import Request
 from kvframe_engine.running.model_runner import ModelRunner
 from kvframe_engine.running.next_tokens import FAILED, sample
@@ -60,7 +60,7 @@ class DraftRunner:
         Args:
             query_lens: The numbers of tokens of a request that the stack captures.
         """
-        return [(1, Rows.LAST), *((query_len, Rows.STORED) for query_len in query_lens)]
+        return [(1, Generating.LAST), *((query_len, Generating.STORED) for query_len in query_lens)]
 
     def warm_up(self) -> None:
         """Capture the usual graphs. No row may be set yet."""
@@ -104,31 +104,31 @@ class DraftRunner:
         rows: IntArray,
         num_known: IntArray,
         counts: IntArray,
-        found: list[list[int]],
+        token_runs: list[list[int]],
     ) -> None:
         # A request that was admitted in this step has not been given to the runner yet.
         self.runner.tokens[rows, num_known - 1] = [request.token_ids[-1] for request in requests]
         going_on = np.arange(len(requests))
-        for place in range(int(counts.max())):
-            going_on = going_on[counts[going_on] > place]
+        for num_drawn in range(int(counts.max())):
+            going_on = going_on[counts[going_on] > num_drawn]
             if not len(going_on):
                 break
             # Requests with equally many tokens need no order.
             logits = self.runner.forward(
                 StepBatch(
                     rows=rows[going_on],
-                    num_computed=num_known[going_on] - 1 + place,
+                    num_computed=num_known[going_on] - 1 + num_drawn,
                     query_lens=np.ones_like(going_on),
                     generating_indices=np.arange(len(going_on)),
                 )
             )
-            token_ids = sample(logits, [requests[index] for index in going_on.tolist()], [place] * len(going_on))
+            token_ids = sample(logits, [requests[index] for index in going_on.tolist()], [num_drawn] * len(going_on))
             is_sound = np.array(token_ids) != FAILED
             for index, token_id in zip(going_on.tolist(), token_ids, strict=True):
                 if token_id != FAILED:
-                    found[index].append(token_id)
+                    token_runs[index].append(token_id)
             going_on = going_on[is_sound]
-            self.runner.tokens[rows[going_on], num_known[going_on] + place] = np.array(token_ids)[is_sound]
+            self.runner.tokens[rows[going_on], num_known[going_on] + num_drawn] = np.array(token_ids)[is_sound]
 
     def follow(self, step: ScheduledStep[Request], outcomes: Outcomes) -> None:
         """Compute the state of what a step keeps, as far as it is not computed.

@@ -28,7 +28,7 @@ from kvframe import BlockTables, Layers, StepBatch
 from kvframe.contract.metadata import SEQ_STARTS, Axis, Extension
 from kvframe.contract.model import PredictionHeads
 from kvframe.contract.order import IntArray
-from kvframe_engine.graphs.sizes import Rows
+from kvframe_engine.graphs.sizes import Generating
 from kvframe_engine.requests.request import Request
 from kvframe_engine.running.draft_runner import DraftRunner, num_done_of, num_kept_of
 from kvframe_engine.running.last_hidden_states import LastHiddenStates
@@ -87,7 +87,7 @@ class HeadsRunner(DraftRunner):
             forward = partial(self._forward, head)
             # It continues requests, and computes what steps keep: one token of a request, or that and its drafts.
             stored = dict.fromkeys((*query_lens, 1 + head, 1 + self._num_heads))
-            steps = [(1 + head, Rows.LAST), *((each, Rows.STORED) for each in stored)]
+            steps = [(1 + head, Generating.LAST), *((query_len, Generating.STORED) for query_len in stored)]
             # The layers of all heads decide together what can be captured.
             has_graphs = head == 0 or self.runners[0].graphs is not None
             runner = ModelRunner(
@@ -126,19 +126,19 @@ class HeadsRunner(DraftRunner):
         rows: IntArray,
         num_known: IntArray,
         counts: IntArray,
-        found: list[list[int]],
+        token_runs: list[list[int]],
     ) -> None:
         # A request that was admitted in this step has not been given to the runner yet.
         self.runner.tokens[rows, num_known - 1] = [request.token_ids[-1] for request in requests]
         going_on = np.arange(len(requests))
-        kept = self._last.read(rows, num_known - 1)
-        before = kept[:, :0]
+        hidden_states = self._last.read(rows, num_known - 1)
+        before = hidden_states[:, :0]
         for head in range(min(int(counts.max()), self._num_heads)):
             staying = np.flatnonzero(counts[going_on] > head)
             # Requests with equally many tokens need no order.
             if len(staying) < len(going_on):
-                going_on, places = going_on[staying], self.runner.to_device(staying)
-                kept, before = kept[places], before[places]
+                going_on, staying_rows = going_on[staying], self.runner.to_device(staying)
+                hidden_states, before = hidden_states[staying_rows], before[staying_rows]
             if not len(going_on):
                 break
             logits, states = self._run_head(
@@ -146,7 +146,7 @@ class HeadsRunner(DraftRunner):
                 rows[going_on],
                 num_known[going_on] - 1,
                 np.full(len(going_on), head + 1),
-                torch.cat([kept[:, head, None], before], dim=1).flatten(0, 1),
+                torch.cat([hidden_states[:, head, None], before], dim=1).flatten(0, 1),
                 wants_last=True,
             )
             before = states.unflatten(0, (len(going_on), head + 1))
@@ -155,7 +155,7 @@ class HeadsRunner(DraftRunner):
                 if token_id == FAILED:
                     counts[index] = 0
                 else:
-                    found[index].append(token_id)
+                    token_runs[index].append(token_id)
             self.runner.tokens[rows[going_on], num_known[going_on] + head] = np.maximum(token_ids, 0)
 
     def follow(self, step: ScheduledStep[Request], outcomes: Outcomes) -> None:
@@ -168,18 +168,18 @@ class HeadsRunner(DraftRunner):
         if self.is_set_aside:
             return
         num_kept = num_kept_of(step, outcomes)
-        places = np.flatnonzero(num_kept)
-        if not len(places):
+        indices = np.flatnonzero(num_kept)
+        if not len(indices):
             return
-        order = self._layers.order_for(num_kept[places])
+        order = self._layers.order_for(num_kept[indices])
         if order is not None:
-            places = places[order]
+            indices = indices[order]
         num_done = num_done_of(step)
         if step.continued:
             num_done[np.array([len(tokens) for tokens in step.continued]) < self._num_heads] = 0
         try:
             with torch.inference_mode():
-                self._follow(step.rows[places], step.num_computed[places], num_kept[places], num_done[places])
+                self._follow(step.rows[indices], step.num_computed[indices], num_kept[indices], num_done[indices])
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -189,14 +189,14 @@ class HeadsRunner(DraftRunner):
         states = self._served.hidden_rows_of(self._served.packed, rows, num_kept)
         moves = self._last.moves(rows, num_computed, num_kept)
         first_rows, *sources = map(self.runner.to_device, moves.sources)
-        kept = self._last.pages[tuple(sources)]
+        hidden_states = self._last.pages[tuple(sources)]
         after = []
         for head in range(self._num_heads):
             after.append(states)
             # For each token, the hidden state after the one before; that of the last step for a request's first one.
-            inputs = states.roll(1, 0).index_copy_(0, first_rows, kept[:, head])
-            done = num_done if head == self._num_heads - 1 else None
-            _, states = self._run_head(head, rows, num_computed, num_kept, inputs, num_done=done)
+            inputs = states.roll(1, 0).index_copy_(0, first_rows, hidden_states[:, head])
+            num_last_done = num_done if head == self._num_heads - 1 else None
+            _, states = self._run_head(head, rows, num_computed, num_kept, inputs, num_done=num_last_done)
         written, *targets = map(self.runner.to_device, moves.targets)
         self._last.pages.index_put_(tuple(targets), torch.stack(after, dim=1)[written])
 
@@ -229,16 +229,16 @@ class HeadsRunner(DraftRunner):
         first = head + 1
         starts = np.maximum(num_computed if num_done is None else num_computed + num_done, first)
         counts = num_computed + query_lens - starts
-        own: torch.Tensor | None = None
+        own_rows: torch.Tensor | None = None
         if not np.array_equal(starts, num_computed):
             first_places = num_computed + query_lens - np.cumsum(query_lens)
             positions = np.arange(len(inputs)) + np.repeat(first_places, query_lens)
-            own = self.runner.to_device(np.flatnonzero(positions >= np.repeat(starts, query_lens)))
+            own_rows = self.runner.to_device(np.flatnonzero(positions >= np.repeat(starts, query_lens)))
             is_computed = counts > 0
             rows, starts, counts = rows[is_computed], starts[is_computed], counts[is_computed]
             if not len(rows):
                 return inputs[:0], torch.zeros_like(inputs)
-        self._give(inputs if own is None else inputs[own])
+        self._give(inputs if own_rows is None else inputs[own_rows])
         hidden = torch.full((len(rows),), first, dtype=torch.int32)
         logits = self.runners[head].forward(
             StepBatch(
@@ -252,7 +252,7 @@ class HeadsRunner(DraftRunner):
         )
         states = self.runners[head].hidden_rows
         assert states is not None
-        return logits, states if own is None else torch.zeros_like(inputs).index_copy_(0, own, states)
+        return logits, states if own_rows is None else torch.zeros_like(inputs).index_copy_(0, own_rows, states)
 
     def _give(self, inputs: torch.Tensor) -> None:
         """Keep the hidden states that the next forward reads."""
@@ -261,8 +261,8 @@ class HeadsRunner(DraftRunner):
             self._static[: len(inputs)] = inputs
 
     def _forward(
-        self, head: int, input_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor
+        self, head: int, input_ids: torch.Tensor, positions: torch.Tensor, wanted_indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens = len(input_ids)
         inputs = self._static[:num_tokens] if num_tokens <= len(self._static) else self._inputs
-        return self._heads.forward_head(head, input_ids, positions, inputs, wanted)
+        return self._heads.forward_head(head, input_ids, positions, inputs, wanted_indices)

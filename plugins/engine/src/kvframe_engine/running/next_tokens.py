@@ -236,9 +236,9 @@ def draw_full(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tens
     return _within(drawn_indices, probabilities).squeeze(1)
 
 
-def _within(places: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+def _within(indices: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
     """Return places in rows of probabilities; those of rows with NaN, which end after the row, are moved into it."""
-    return places.clamp(max=probabilities.shape[1] - 1)
+    return indices.clamp(max=probabilities.shape[1] - 1)
 
 
 def draw_truncated(

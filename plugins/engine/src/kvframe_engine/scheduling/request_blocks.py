@@ -295,17 +295,20 @@ def is_being_computed(request: RequestT, admitted: Sequence[RequestT], counts: S
     if not block_size or not request.uses_prefix or request.is_swapped:
         return False
     max_shared = len(request.token_ids) - 1
-    for other, count in zip(admitted, counts, strict=True):
-        if other.cache_salt != request.cache_salt:
+    for admitted_request, count in zip(admitted, counts, strict=True):
+        if admitted_request.cache_salt != request.cache_salt:
             continue
-        if any(other.input_sequences[name] == request.input_sequences.get(name) for name in other.new_inputs):
+        if any(
+            admitted_request.input_sequences[name] == request.input_sequences.get(name)
+            for name in admitted_request.new_inputs
+        ):
             return True
-        if other.input_sequences != request.input_sequences:
+        if admitted_request.input_sequences != request.input_sequences:
             continue
-        first = other.num_computed // block_size * block_size
-        last = min(other.num_computed + count, max_shared) // block_size * block_size
+        first = admitted_request.num_computed // block_size * block_size
+        last = min(admitted_request.num_computed + count, max_shared) // block_size * block_size
         # One comparison is enough: of the tokens up to the end of the first block that the other request computes.
         stop = first + block_size
-        if stop <= last and other.token_ids[:stop] == request.token_ids[:stop]:
+        if stop <= last and admitted_request.token_ids[:stop] == request.token_ids[:stop]:
             return True
     return False

@@ -137,19 +137,21 @@ class PrefixFetcher:
             if num_tokens is None or (num_tokens <= blocks.num_cached and not blocks.lacks_inputs):
                 return
             all_needed = blocks.needed(num_tokens)
-            missing = [needed & ~local[: len(needed)] for needed, local in zip(all_needed, fetch.local, strict=True)]
-            if not blocks.lacks_inputs and not self._is_worth(missing, holders, num_tokens - blocks.num_cached):
+            missing_blocks = [
+                is_needed & ~local[: len(is_needed)] for is_needed, local in zip(all_needed, fetch.local, strict=True)
+            ]
+            if not blocks.lacks_inputs and not self._is_worth(missing_blocks, holders, num_tokens - blocks.num_cached):
                 return
-            if self._read(fetch, missing, holders):
+            if self._read(fetch, missing_blocks, holders):
                 fetch.num_tokens = num_tokens
                 return
 
     def _read(
-        self, fetch: Fetch, missing: Sequence[npt.NDArray[np.bool_]], holders: Sequence[npt.NDArray[np.int64]]
+        self, fetch: Fetch, missing_blocks: Sequence[npt.NDArray[np.bool_]], holders: Sequence[npt.NDArray[np.int64]]
     ) -> bool:
         """Read missing blocks; return False if a block was not there after all, and mark it as such."""
         is_complete = True
-        for group, is_wanted in enumerate(missing):
+        for group, is_wanted in enumerate(missing_blocks):
             page_bytes = self._pages.page_bytes[group]
             at_once = max(1, _BYTES_AT_ONCE // page_bytes)
             for store, name in enumerate(self._stores):
@@ -174,7 +176,7 @@ class PrefixFetcher:
 
     def _is_worth(
         self,
-        missing: Sequence[npt.NDArray[np.bool_]],
+        missing_blocks: Sequence[npt.NDArray[np.bool_]],
         holders: Sequence[npt.NDArray[np.int64]],
         num_tokens: int,
     ) -> bool:
@@ -182,7 +184,7 @@ class PrefixFetcher:
         if self.seconds_per_token is None:
             return True
         seconds = [0.0] * len(self._stores)
-        for group, is_wanted in enumerate(missing):
+        for group, is_wanted in enumerate(missing_blocks):
             for store, rate in enumerate(self._rates):
                 num_blocks = int(np.count_nonzero(is_wanted & (holders[group][: len(is_wanted)] == store + 1)))
                 seconds[store] += rate.seconds(num_blocks * self._pages.page_bytes[group])

@@ -54,7 +54,7 @@ class Move:
         self._fetch, self._fetched = fetch, fetched
         # Where each needed block comes from, numbered from 1 on, as ``KVCacheManager.restore`` names copies.
         self._origins: list[tuple[int, int]] = []
-        self._copies = [self._number(group, needed) for group, needed in enumerate(blocks.needed(num_tokens))]
+        self._copies = [self._number(group, is_needed) for group, is_needed in enumerate(blocks.needed(num_tokens))]
         self.sources: Counter[str] = Counter()
         self.num_host_bytes = sum(
             manager.plan.groups[group].page_bytes
@@ -80,10 +80,10 @@ class Move:
                 inputs=request.input_sequences,
             )
 
-    def _number(self, group: int, needed: npt.NDArray[np.bool_]) -> list[int]:
+    def _number(self, group: int, is_needed: npt.NDArray[np.bool_]) -> list[int]:
         """Number a group's needed blocks; return the number of each block, 0 for one that is not needed."""
-        copies = [0] * len(needed)
-        for block in np.flatnonzero(needed).tolist():
+        copies = [0] * len(is_needed)
+        for block in np.flatnonzero(is_needed).tolist():
             self._origins.append((group, block))
             copies[block] = len(self._origins)
         return copies
