@@ -185,41 +185,24 @@ def _check_part(request: _CheckRequest, entry: Claim, host: PluginHost, modules:
 
 def _checks_of(request: _CheckRequest, entry: Claim, part: Any, host: PluginHost, modules: Sequence[Any]) -> Checks:
     """Return the checks of a part of any kind."""
-    from kvframe.testing.backend_checks import backend_checks
-    from kvframe.testing.eviction import policy_checks
-    from kvframe.testing.formats import format_checks
-    from kvframe.testing.page_stores import page_store_checks
-    from kvframe.testing.scheduling import scheduling_checks
-    from kvframe.testing.spec_checks import spec_checks
-    from kvframe.testing.wrappers import wrapper_checks
+    from kvframe.testing.checks import MAKERS, make_checks
 
-    options, registry = _parse(request.options), host.registry
-    whole = request.whole or request.only is not None
-    if entry.kind == "backend":
-        return backend_checks(part, name=entry.name, device=request.device, whole=whole)
-    if entry.kind == "spec":
-        variants = None if options is None else [options]
-        return spec_checks(part, variants, name=entry.name, registry=registry, whole=whole)
-    if entry.kind == "format":
-        return format_checks(part, options, name=entry.name, registry=registry, whole=whole)
-    if entry.kind == "model_adapter":
-        if request.model is None:
-            raise PluginError("a model adapter is checked with a small model that it reads: give --model PATH")
-        from kvframe.engine import adapter_checks
-
-        return adapter_checks(part, request.model, name=entry.name, plugins=modules)
-    if entry.kind == "wrapper":
-        return wrapper_checks(part, options, name=entry.name)
-    if entry.kind == "eviction":
-        return policy_checks(part, options, name=entry.name)
-    if entry.kind == "scheduling":
-        return scheduling_checks(part, options, name=entry.name)
-    if entry.kind == "page_store":
-        return page_store_checks(part, options, name=entry.name, whole=whole)
-    from kvframe.engine import logits_processor_checks, proposer_checks
-
-    check_engine_part = proposer_checks if entry.kind == "proposer" else logits_processor_checks
-    return check_engine_part(part, options, name=entry.name)
+    if entry.kind not in MAKERS:
+        raise PluginError(f"the kit has no checks of a part of the kind {entry.kind!r}")
+    if entry.kind == "model_adapter" and request.model is None:
+        raise PluginError("a model adapter is checked with a small model that it reads: give --model PATH")
+    options = _parse(request.options)
+    return make_checks(
+        entry.kind,
+        part,
+        name=entry.name,
+        options=[options] if entry.kind == "spec" and options is not None else options,
+        whole=request.whole or request.only is not None,
+        device=request.device,
+        registry=host.registry,
+        model=request.model,
+        plugins=modules,
+    )
 
 
 def _parse(options: str | None) -> Mapping[str, Any] | None:

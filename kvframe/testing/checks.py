@@ -1,11 +1,12 @@
 """The checks of one part of a plugin, such as a backend, and the verdict on each of its features.
 
-``backend_checks``, ``spec_checks`` and the like make the checks. The test classes of ``suites`` and ``kvframe check``
-both run them, and nothing else.
+``MAKERS`` names the function that makes the checks of each kind of part. The test classes of ``suites`` and
+``kvframe check`` both run these checks, and nothing else.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import traceback
@@ -22,6 +23,20 @@ from kvframe.contract.errors import KVFrameError, PluginError, UnknownNameError
 from kvframe.contract.foreign import call, safe_reason
 from kvframe.loading.registry import Registry
 from kvframe.testing.laws import ConformanceError
+
+MAKERS: Mapping[str, str] = {
+    "backend": "kvframe.testing.backend_checks:backend_checks",
+    "spec": "kvframe.testing.spec_checks:spec_checks",
+    "wrapper": "kvframe.testing.wrappers:wrapper_checks",
+    "format": "kvframe.testing.formats:format_checks",
+    "eviction": "kvframe.testing.eviction:policy_checks",
+    "scheduling": "kvframe.testing.scheduling:scheduling_checks",
+    "page_store": "kvframe.testing.page_stores:page_store_checks",
+    "model_adapter": "kvframe.engine:adapter_checks",
+    "proposer": "kvframe.engine:proposer_checks",
+    "logits_processor": "kvframe.engine:logits_processor_checks",
+}
+"""The import string of the function that returns the checks of a part, by kind. A kind without one is not checked."""
 
 _KIT = Path(__file__).parent
 
@@ -117,6 +132,14 @@ class Report:
     failures: Mapping[str, str]
     errors: Mapping[str, Exception]
     num_checks: int
+
+
+def make_checks(kind: str, part_class: Any, **choices: Any) -> Checks:
+    """Return the checks of a part by the function of its kind in ``MAKERS``, which gets those choices that it takes."""
+    module, _, function = MAKERS[kind].partition(":")
+    make: Callable[..., Checks] = getattr(importlib.import_module(module), function)
+    taken_names = choices.keys() & inspect.signature(make).parameters.keys()
+    return make(part_class, **{name: choices[name] for name in taken_names})
 
 
 def make_part(part: str, part_class: type[T], options: Mapping[str, Any] | None) -> T:

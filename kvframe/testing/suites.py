@@ -14,7 +14,7 @@ pytest then runs a sample of the kit's checks, a test for each, in which every f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -30,29 +30,46 @@ from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
 from kvframe.selection.chains import WrapperChain
-from kvframe.testing.backend_checks import backend_checks
 from kvframe.testing.case import Case
-from kvframe.testing.checks import Check, Checks
-from kvframe.testing.eviction import policy_checks
-from kvframe.testing.formats import format_checks
-from kvframe.testing.page_stores import page_store_checks
+from kvframe.testing.checks import Check, Checks, make_checks
+from kvframe.testing.laws import ConformanceError
 from kvframe.testing.runs import TRAITS
 from kvframe.testing.sample import TOGETHER
-from kvframe.testing.scheduling import scheduling_checks
-from kvframe.testing.spec_checks import BLOCK_SIZES, MAX_TOKENS, spec_checks
-from kvframe.testing.wrappers import wrapper_checks
+from kvframe.testing.spec_checks import BLOCK_SIZES, MAX_TOKENS
 
 _WHOLE = "whole: all checks of the kit, where usual runs compute some of them"
 
 
 class KitTests:
-    """The base of the test classes: a test for each check."""
+    """The base of the test classes: a test for each check.
+
+    Attributes:
+        kind: The kind of the part, in ``checks.MAKERS``.
+        part: The attribute of a subclass that names the part: the registered name, or the class.
+        choices: The attributes that are arguments of the function in ``checks.MAKERS``.
+        always_whole: Whether usual runs compute all checks too.
+    """
+
+    kind: ClassVar[str]
+    part: ClassVar[str]
+    choices: ClassVar[Sequence[str]] = ("options",)
+    always_whole: ClassVar[bool] = False
 
     def make_checks(self, *, whole: bool) -> Checks:
         """Return the checks; ``whole`` asks for all of them."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not say what it tests; derive it from BackendTests, SpecTests or the like"
-        )
+        name, part_class = self.find_part()
+        choices = {choice: getattr(self, choice) for choice in self.choices}
+        return make_checks(self.kind, part_class, name=name, whole=whole or self.always_whole, **choices)
+
+    def find_part(self) -> tuple[str, Any]:
+        """Return the part's registered name, empty for a class, and its class."""
+        part = getattr(self, getattr(self, "part", ""), None)
+        if part is None:
+            raise ConformanceError(
+                f"{type(self).__name__} does not say what it tests; derive it from BackendTests, SpecTests or the "
+                "like, and name the part"
+            )
+        return (part, _registry().catalogues[self.kind].load(part)) if isinstance(part, str) else ("", part)
 
     def why_not(self) -> str | None:
         """Return why nothing can be checked on this machine, so that the tests are skipped; None if it can."""
@@ -87,13 +104,6 @@ def _registry() -> Registry:
     return load_plugins().registry
 
 
-def find_part(part: Any, catalogue: str) -> tuple[str, Any]:
-    """Return the name and the class of a part: a class, or a name that is registered in a catalogue."""
-    if not isinstance(part, str):
-        return "", part
-    return part, _registry().catalogues[catalogue].load(part)
-
-
 def chains_of(*names: Sequence[str]) -> tuple[WrapperChain, ...]:
     """Return chains of wrappers without options, each given by the registered names of its wrappers."""
     wrappers = _registry().wrappers
@@ -107,7 +117,6 @@ class BackendTests(KitTests):
         backend: The registered name, or the class.
         device: Its device. If it is unusable there, the tests are skipped.
         runs_on: Where it runs in the tests; ``device`` unless given. ``"cpu"`` for a stand-in for a GPU's library.
-        always_whole: Whether usual runs compute all checks too.
         chains: Wrapper chains after which it is tested too.
         together: As for ``backend_checks``, like the attributes after it.
         run_traits: Traits of runs whose values occur.
@@ -116,10 +125,14 @@ class BackendTests(KitTests):
         writes_out: Whether it must write its output where the other host wants it.
     """
 
+    kind, part = "backend", "backend"
+    choices = (
+        *("device", "runs_on", "chains", "formats", "keeps"),
+        *("together", "run_traits", "run_kinds", "writes_out"),
+    )
     backend: ClassVar[str | type[AttentionBackend]]
     device: ClassVar[str] = "cpu"
     runs_on: ClassVar[str | None] = None
-    always_whole: ClassVar[bool] = False
     chains: ClassVar[Sequence[WrapperChain]] = ()
     together: ClassVar[Collection[tuple[str, str]]] = TOGETHER
     run_traits: ClassVar[Collection[str]] = TRAITS
@@ -139,15 +152,8 @@ class BackendTests(KitTests):
             claim = _registry().backends.get(self.backend)
             if lacking := [*claim.missing(), *claim.outdated()]:
                 return f"backend {self.backend!r} needs {'; '.join(lacking)}"
-        reason: str | None = find_part(self.backend, "backend")[1].unusable_reason()
+        reason: str | None = self.find_part()[1].unusable_reason()
         return reason
-
-    def make_checks(self, *, whole: bool) -> Checks:
-        """Return the cases, those of other hosts, and the runs."""
-        name, backend_class = find_part(self.backend, "backend")
-        names = ("device", "runs_on", "chains", "formats", "keeps", "together", "run_traits", "run_kinds", "writes_out")
-        choices = {name: getattr(self, name) for name in names}
-        return backend_checks(backend_class, name=name, whole=whole or self.always_whole, **choices)
 
 
 class SpecTests(KitTests):
@@ -161,85 +167,56 @@ class SpecTests(KitTests):
         num_refused: As for ``check_spec``.
     """
 
+    kind, part, choices = "spec", "spec", ("options", "block_sizes", "max_tokens", "num_refused")
     spec: ClassVar[str | type[KVCacheSpec]]
     options: ClassVar[Sequence[Mapping[str, Any]] | None] = None
     block_sizes: ClassVar[Sequence[int]] = BLOCK_SIZES
     max_tokens: ClassVar[int] = MAX_TOKENS
     num_refused: ClassVar[int] = 0
 
-    def make_checks(self, *, whole: bool) -> Checks:
-        """Return the laws, a plan, and attention by every backend."""
-        name, spec_class = find_part(self.spec, "spec")
-        choices = {name: getattr(self, name) for name in ("block_sizes", "max_tokens", "num_refused")}
-        return spec_checks(spec_class, self.options, name=name, whole=whole, **choices)
 
-
-class OptionTests(KitTests):
-    """Tests of a part with options, which the subclass names by its registered name or its class.
-
-    Attributes:
-        options: The options of the part.
-    """
-
-    options: ClassVar[Mapping[str, Any]] = {}
-
-    def checks_of(self, part: Any, catalogue: str, make_checks: Callable[..., Checks], **choices: Any) -> Checks:
-        """Return what ``make_checks`` makes of a part: a class, or a name that is registered in a catalogue."""
-        name, part_class = find_part(part, catalogue)
-        return make_checks(part_class, self.options, name=name, **choices)
-
-
-class WrapperTests(OptionTests):
-    """Tests of a wrapper.
+class WrapperTests(KitTests):
+    """Tests of a wrapper: its declarations, and attention after it, on every kind of layer.
 
     Attributes:
         wrapper: The registered name, or the class.
+        options: The wrapper's options.
         layers: More layers that it can serve, by name, for which its declarations are checked.
     """
 
+    kind, part, choices = "wrapper", "wrapper", ("options", "layers")
     wrapper: ClassVar[str | type[MetadataWrapper]]
+    options: ClassVar[Mapping[str, Any]] = {}
     layers: ClassVar[Mapping[str, LayerSpec]] = {}
 
-    def make_checks(self, *, whole: bool) -> Checks:
-        """Return its declarations, and attention after it, on every kind of layer."""
-        return self.checks_of(self.wrapper, "wrapper", wrapper_checks, layers=self.layers)
 
+class FormatTests(KitTests):
+    """Tests of a format, ``format``, with ``options``: the laws, and attention by every backend."""
 
-class FormatTests(OptionTests):
-    """Tests of a format, ``format``: the registered name, or the class."""
-
+    kind, part = "format", "format"
     format: ClassVar[str | type[KVFormat]]
-
-    def make_checks(self, *, whole: bool) -> Checks:
-        """Return the laws, and attention by every backend."""
-        return self.checks_of(self.format, "format", format_checks, whole=whole)
+    options: ClassVar[Mapping[str, Any]] = {}
 
 
-class EvictionTests(OptionTests):
-    """Tests of an eviction policy, ``policy``: the registered name, or the class."""
+class EvictionTests(KitTests):
+    """Tests of an eviction policy, ``policy``, with ``options``: the laws in pools of several sizes."""
 
+    kind, part = "eviction", "policy"
     policy: ClassVar[str | type[EvictionPolicy]]
-
-    def make_checks(self, *, whole: bool) -> Checks:
-        """Return the laws in pools of several sizes."""
-        return self.checks_of(self.policy, "eviction", policy_checks)
+    options: ClassVar[Mapping[str, Any]] = {}
 
 
-class SchedulingTests(OptionTests):
-    """Tests of a scheduling policy, ``policy``: the registered name, or the class."""
+class SchedulingTests(KitTests):
+    """Tests of a scheduling policy, ``policy``, with ``options``: the laws for requests of several kinds."""
 
+    kind, part = "scheduling", "policy"
     policy: ClassVar[str | type[SchedulingPolicy]]
-
-    def make_checks(self, *, whole: bool) -> Checks:
-        """Return the laws for requests of several kinds."""
-        return self.checks_of(self.policy, "scheduling", scheduling_checks)
+    options: ClassVar[Mapping[str, Any]] = {}
 
 
-class PageStoreTests(OptionTests):
-    """Tests of a page store, ``store``: the registered name, or the class. They write to the store."""
+class PageStoreTests(KitTests):
+    """Tests of a page store, ``store``, with ``options``, in one process and in several. They write to the store."""
 
+    kind, part = "page_store", "store"
     store: ClassVar[str | type[PageStore]]
-
-    def make_checks(self, *, whole: bool) -> Checks:
-        """Return the laws, in one process and in several."""
-        return self.checks_of(self.store, "page_store", page_store_checks, whole=whole)
+    options: ClassVar[Mapping[str, Any]] = {}

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvframe.contract.logits import LogitsProcessor
 from kvframe.contract.model import ModelAdapter
 from kvframe.contract.proposer import Proposer
-from kvframe.testing.checks import Checks
+from kvframe.testing.checks import Checks, make_checks
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.suites import KitTests, OptionTests, find_part
-from kvframe_engine.testing.adapter_checks import adapter_checks
-from kvframe_engine.testing.logits_processors import logits_processor_checks
-from kvframe_engine.testing.proposers import proposer_checks
+from kvframe.testing.suites import KitTests
 
 
 class AdapterTests(KitTests):
@@ -23,6 +21,7 @@ class AdapterTests(KitTests):
         adapter: The registered name, or the class; it has to be installed.
     """
 
+    kind, part = "model_adapter", "adapter"
     adapter: ClassVar[str | type[ModelAdapter]]
 
     def make_model(self) -> Path:
@@ -31,25 +30,21 @@ class AdapterTests(KitTests):
 
     def make_checks(self, *, whole: bool) -> Checks:
         """Return how it reads the model, and how the engine serves it."""
-        name, adapter_class = find_part(self.adapter, "model_adapter")
-        return adapter_checks(adapter_class, self.make_model(), name=name)
+        name, adapter_class = self.find_part()
+        return make_checks(self.kind, adapter_class, name=name, model=self.make_model())
 
 
-class ProposerTests(OptionTests):
-    """Tests of a proposer of draft tokens, ``proposer``: the registered name, or the class."""
+class ProposerTests(KitTests):
+    """Tests of a proposer of draft tokens, ``proposer``, with ``options``: the laws for several numbers of drafts."""
 
+    kind, part = "proposer", "proposer"
     proposer: ClassVar[str | type[Proposer]]
-
-    def make_checks(self, *, whole: bool) -> Checks:
-        """Return the laws for several numbers of drafts."""
-        return self.checks_of(self.proposer, "proposer", proposer_checks)
+    options: ClassVar[Mapping[str, Any]] = {}
 
 
-class LogitsProcessorTests(OptionTests):
-    """Tests of a logits processor, ``processor``: the registered name, or the class; ``options`` are a request's."""
+class LogitsProcessorTests(KitTests):
+    """Tests of a logits processor, ``processor``, for a vocabulary of bytes; ``options`` are those of a request."""
 
+    kind, part = "logits_processor", "processor"
     processor: ClassVar[str | type[LogitsProcessor]]
-
-    def make_checks(self, *, whole: bool) -> Checks:
-        """Return the laws, for a vocabulary of bytes."""
-        return self.checks_of(self.processor, "logits_processor", logits_processor_checks)
+    options: ClassVar[Mapping[str, Any]] = {}
