@@ -13,7 +13,6 @@ from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import BackendError
 from kvframe.contract.specs import AttentionSpec, LayerSpec, QuerySpec
 from kvframe.planning.layer_specs import with_entries
-from kvframe.testing.case import Case
 from kvframe.testing.case import Request as Part
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_batch
@@ -146,7 +145,7 @@ def _serve(
     for step in steps:
         runner.give_pages(step)
         growing = {name: part for name, part in step.items() if part.num_new}
-        batch = make_batch(Case(name="", layer=layer, requests=(*growing.values(),)), runner.rows(growing), HOST)
+        batch = make_batch([*growing.values()], runner.rows(growing), HOST)
         runner.begin(build_metadata(batch, runner.manager.tables, HOST), batch)
         parts = [(requests[int(name)], slice(part.num_computed, part.seq_len)) for name, part in growing.items()]
         query, key, value = (

@@ -12,11 +12,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.contract.errors import PluginError
 from kvframe.contract.eviction import MOST_USES, EvictionPolicy, ReleasedPages
-from kvframe.contract.foreign import call
 from kvframe.testing.checks import Check, Checks, make_part
-from kvframe.testing.laws import ConformanceError
+from kvframe.testing.laws import ConformanceError, answer_of
 
 USES = np.array([0, 1, 2, 3, 5, 8, 100, 10**4, 10**9])
 """Numbers of uses, in ascending order."""
@@ -99,10 +97,7 @@ class _PolicyInPool:
             pages = attrs.evolve(
                 pages, request_priorities=levels, seconds_left=np.full(len(uses), float(self.seconds_left))
             )
-        try:
-            priorities = call("form: priorities()", self.policy.priorities, pages)
-        except PluginError as error:
-            raise ConformanceError(f"{self.policy!r}: {error}") from error.__cause__
+        priorities = answer_of(f"{self.policy!r}: form: priorities()", self.policy.priorities, pages)
         arguments = ((pages.uses, uses), (pages.num_bytes, np.full(len(uses), PAGE_BYTES)), (pages.reuse, self.reuse))
         self.require(
             all(map(np.array_equal, *zip(*arguments, strict=True))), "form: priorities() writes to its argument"

@@ -20,11 +20,11 @@ from kvframe.testing.case import Case
 from kvframe.testing.checks import Check, Checks, make_part
 from kvframe.testing.conformance import attention_checks
 from kvframe.testing.grid import in_format, make_cases, make_layer
-from kvframe.testing.guard import DeviceTensor, ReadOnlyTensor, ScalarGuard
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.runner import same_bits
+from kvframe.testing.laws import ConformanceError, require
+from kvframe.testing.metadata import META
 from kvframe.testing.sample import sample
 from kvframe.testing.state import KEYS_AND_VALUES, form_of
+from kvframe.testing.writes import WriteGuard, same_bits
 
 BLOCK_SIZE = 3
 NUM_PAGES = 5
@@ -42,7 +42,8 @@ def check_format(kv_format: KVFormat, *, head_size: int = 16, head_size_v: int =
     * *reading*: a read changes nothing in the cache; pages may be read in any order, several times, or none at all;
     * *NaN*: an element that is NaN is read as NaN, and no other token or head is;
     * *arguments*: neither function writes to its arguments, except to the cache and the contents of ``out``;
-    * *waiting*: neither function waits for a value of the device, and neither raises.
+    * *waiting*: neither function waits for a value of the device, and neither raises. This is checked on torch's
+      device ``meta``, which has no values.
 
     Args:
         kv_format: The format; the numbers that are stored are of ordinary size.
@@ -103,15 +104,13 @@ class _Pages:
         return torch.tensor(pages, dtype=torch.int64) * (self.page_bytes // 16)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, first_slot: int = BLOCK_SIZE) -> None:
-        """Store tokens from a slot on, as guarded device tensors."""
+        """Store tokens from a slot on."""
         tokens = torch.arange(first_slot, first_slot + len(key))
         slots = Slots.at((tokens // BLOCK_SIZE) * (self.page_bytes // 16), tokens % BLOCK_SIZE, BLOCK_SIZE)
-        cache = {name: tensor.as_subclass(DeviceTensor) for name, tensor in self.cache.items()}
-        key, value, flat, blocks, offsets = (
-            tensor.as_subclass(ReadOnlyTensor) for tensor in (key, value, slots.flat, *slots.places)
-        )
-        with _naming(self.kv_format, "write"), ScalarGuard(), torch.inference_mode():
-            self.kv_format.write(key, value, cache, Slots(flat, BLOCK_SIZE, (blocks, offsets)))
+        guard = WriteGuard([key, value, slots.flat, *slots.places])
+        with _naming(self.kv_format, "write() raises"), torch.inference_mode():
+            self.kv_format.write(key, value, dict(self.cache), slots)
+        guard.check(f"{self.kv_format}: write() writes to its arguments")
 
     def read(self, *pages: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Return the tokens of pages, ``[num_pages * block_size, num_kv_heads, size]``."""
@@ -120,16 +119,15 @@ class _Pages:
             name: torch.full((len(pages) + 2, BLOCK_SIZE, *shape), 7, dtype=dtype or self.dtype)
             for name, shape in self.shapes.items()
         }
-        out = {name: tensor[1 : 1 + len(pages)].as_subclass(DeviceTensor) for name, tensor in whole.items()}
-        cache: Mapping[str, torch.Tensor] = {
-            name: tensor.as_subclass(ReadOnlyTensor) for name, tensor in self.cache.items()
-        }
-        shapes = [tensor.shape for tensor in out.values()]
-        with _naming(self.kv_format, "read"), ScalarGuard():
-            self.kv_format.read(cache, self.ids(*pages).int().as_subclass(ReadOnlyTensor), out)
-        _require(shapes == [tensor.shape for tensor in out.values()], self.kv_format, "read() changes the shape of out")
+        out = {name: tensor[1 : 1 + len(pages)] for name, tensor in whole.items()}
+        shapes, block_ids = [tensor.shape for tensor in out.values()], self.ids(*pages).int()
+        guard = WriteGuard([self.pool, block_ids])
+        with _naming(self.kv_format, "read() raises"):
+            self.kv_format.read(dict(self.cache), block_ids, out)
+        guard.check(f"{self.kv_format}: read() writes to the cache or to the block ids")
+        require(shapes == [tensor.shape for tensor in out.values()], self.kv_format, "read() changes the shape of out")
         for tensor in whole.values():
-            _require((tensor[[0, -1]] == 7).all(), self.kv_format, "read() writes beside the pages of out")
+            require((tensor[[0, -1]] == 7).all(), self.kv_format, "read() writes beside the pages of out")
         return {name: tensor[1 : 1 + len(pages)].flatten(0, 1) for name, tensor in whole.items()}
 
 
@@ -142,7 +140,7 @@ def _check_rounding(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor)
         allowed = (kv_format.rounding + torch.finfo(key.dtype).eps) * largest
         error = (read_values[name].double() - expected.double()).abs()
         worst = float((error / largest).amax())
-        _require(
+        require(
             bool((error <= allowed).all()),
             kv_format,
             f"{name} of {key.dtype} is read back with an error of {worst:.3g} of the largest element, and rounding is "
@@ -150,44 +148,42 @@ def _check_rounding(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor)
         )
     pages.write(torch.zeros_like(key), torch.zeros_like(value))
     zeros = pages.read(1, 2)
-    _require(not zeros["k"].any() and not zeros["v"].any(), kv_format, "zeros are read back as something else")
+    require(not zeros["k"].any() and not zeros["v"].any(), kv_format, "zeros are read back as something else")
 
 
 def _check_slots(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
     pages = _Pages(kv_format, key, value)
     pages.write(key, value)
     others = torch.cat([pages.pool[: pages.page_bytes], pages.pool[3 * pages.page_bytes :]])
-    _require((others == 255).all(), kv_format, "write() changes bytes of other pages")
-    _require((pages.pool[~pages.is_own] == 255).all(), kv_format, "write() changes bytes of other layers")
+    require((others == 255).all(), kv_format, "write() changes bytes of other pages")
+    require((pages.pool[~pages.is_own] == 255).all(), kv_format, "write() changes bytes of other layers")
     before, content = pages.read(1, 2), pages.pool.clone()
     first = BLOCK_SIZE + 1  # one token in the middle of page 1
     pages.write(2 * key[:1], 2 * value[:1], first)
     after = pages.read(1, 2)
     untouched = [0, *range(2, 2 * BLOCK_SIZE)]
     for name in ("k", "v"):
-        _require(same_bits(before[name][untouched], after[name][untouched]), kv_format, "write() changes other slots")
+        require(same_bits(before[name][untouched], after[name][untouched]), kv_format, "write() changes other slots")
     changed = (content != pages.pool).nonzero().flatten()
     start, stop = pages.page_bytes, 2 * pages.page_bytes
-    _require(bool(((changed >= start) & (changed < stop)).all()), kv_format, "write() changes bytes of other pages")
+    require(bool(((changed >= start) & (changed < stop)).all()), kv_format, "write() changes bytes of other pages")
     nothing = pages.pool.clone()
     pages.write(key[:0], value[:0])
-    _require(same_bits(nothing, pages.pool), kv_format, "writing no token changes something")
+    require(same_bits(nothing, pages.pool), kv_format, "writing no token changes something")
 
 
 def _check_reading(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
     pages = _Pages(kv_format, key, value)
     pages.write(key, value)
-    content = pages.pool.clone()
     in_order, other = pages.read(1, 2), pages.read(2, 1, 2)
     for name in ("k", "v"):
         first, second = in_order[name].split(BLOCK_SIZE)
         repeated = torch.cat([second, first, second])
-        _require(same_bits(other[name], repeated), kv_format, "a page is read differently beside other pages")
+        require(same_bits(other[name], repeated), kv_format, "a page is read differently beside other pages")
     pages.read()
-    _require(same_bits(content, pages.pool), kv_format, "read() changes the cache")
     wide = pages.read(1, 2, dtype=torch.float64)
     for name in ("k", "v"):
-        _require(
+        require(
             same_bits(wide[name].to(key.dtype), in_order[name]), kv_format, "read values depend on the dtype of out"
         )
 
@@ -199,9 +195,21 @@ def _check_nan(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> N
     pages = _Pages(kv_format, key, value)
     pages.write(key, value)
     for name, tensor in pages.read(1, 2).items():
-        _require(bool(tensor[2, -1, 1].isnan()), kv_format, f"NaN in {name} is read back as {float(tensor[2, -1, 1])}")
+        require(bool(tensor[2, -1, 1].isnan()), kv_format, f"NaN in {name} is read back as {float(tensor[2, -1, 1])}")
         tensor[2, -1] = 0
-        _require(not tensor.isnan().any(), kv_format, f"NaN in {name} spreads to other tokens or heads")
+        require(not tensor.isnan().any(), kv_format, f"NaN in {name} spreads to other tokens or heads")
+
+
+def _check_waiting(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Write and read on a device without values, where torch raises an error if one is read."""
+    pages = _Pages(kv_format, key, value)
+    cache = {name: tensor.to(META) for name, tensor in pages.cache.items()}
+    out = {name: torch.empty(2, BLOCK_SIZE, *shape, device=META) for name, shape in pages.shapes.items()}
+    tokens = torch.arange(len(key), device=META)
+    with _naming(kv_format, "write() waits for a value of the device:"):
+        kv_format.write(key.to(META), value.to(META), cache, Slots(tokens, BLOCK_SIZE))
+    with _naming(kv_format, "read() waits for a value of the device:"):
+        kv_format.read(cache, torch.tensor([1, 2], dtype=torch.int32, device=META), out)
 
 
 LAWS: Mapping[str, Callable[[KVFormat, torch.Tensor, torch.Tensor], None]] = {
@@ -209,24 +217,20 @@ LAWS: Mapping[str, Callable[[KVFormat, torch.Tensor, torch.Tensor], None]] = {
     "slots": _check_slots,
     "reading": _check_reading,
     "NaN": _check_nan,
+    "waiting": _check_waiting,
 }
 """The laws by name, in the order in which ``check_format`` checks them."""
 
 
 @contextmanager
-def _naming(kv_format: KVFormat, function: str) -> Iterator[None]:
-    """Raise ``ConformanceError`` with the function's name if it raises inside the block."""
+def _naming(kv_format: KVFormat, failure: str) -> Iterator[None]:
+    """Raise ``ConformanceError`` if a function of the format raises inside the block; ``failure`` says which one."""
     try:
         yield
     except ConformanceError:
         raise
     except Exception as error:
-        raise ConformanceError(f"{kv_format}: {function}() raises {type(error).__name__}: {error}") from error
-
-
-def _require(holds: bool | torch.Tensor, kv_format: KVFormat, message: str) -> None:
-    if not holds:
-        raise ConformanceError(f"{kv_format}: {message}")
+        raise ConformanceError(f"{kv_format}: {failure} {type(error).__name__}: {error}") from error
 
 
 # --- the checks of a format -------------------------------------------------------------------------------------------

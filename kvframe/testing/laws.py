@@ -8,7 +8,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvframe.contract.errors import KVFrameError
+from kvframe.contract.errors import KVFrameError, PluginError
+from kvframe.contract.foreign import call
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.specs import (
     RELATIVE_BIAS,
@@ -23,6 +24,20 @@ from kvframe.planning.answers import are_ranges
 
 class ConformanceError(KVFrameError):
     """A spec or a backend breaks the contract; the message says which part, and where."""
+
+
+def require(holds: object, *message: object) -> None:
+    """Raise ``ConformanceError`` unless something holds; the message is the part, if it is given, and what is wrong."""
+    if not holds:
+        raise ConformanceError(": ".join(map(str, message)))
+
+
+def answer_of(label: str, method: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the answer of a part's method; raise ``ConformanceError`` with the label if the method raises."""
+    try:
+        return call(label, method, *arguments)
+    except PluginError as error:
+        raise ConformanceError(str(error)) from error.__cause__
 
 
 def masked_tokens(mask: AttentionMask, position: int) -> set[int]:
@@ -65,10 +80,10 @@ def _check_past(asked: _Asked) -> None:
     for n, ranges in enumerate(asked.live):
         again = _ask(asked.spec, n)
         what = f"live_ranges({n}) is {ranges} the first time and {again} the second time"
-        _require(ranges == again, asked.spec, what)
+        require(ranges == again, asked.spec, what)
     if not asked.spec.keeps_past:
         live = next(filter(None, asked.live), ())
-        _require(not live, asked.spec, f"keeps_past is False, and live_ranges gives {live}")
+        require(not live, asked.spec, f"keeps_past is False, and live_ranges gives {live}")
 
 
 def _check_forgetting(asked: _Asked) -> None:
@@ -76,12 +91,12 @@ def _check_forgetting(asked: _Asked) -> None:
     for n in range(asked.max_tokens):
         returned = _tokens(live[n + 1]) - _tokens(live[n]) - {n}
         what = f"law of forgetting: tokens {sorted(returned)} are live at {n + 1} and were not at {n}"
-        _require(not returned, spec, what)
+        require(not returned, spec, what)
     if spec.num_rollback_states:
-        _require(spec.states_per_block == 1, spec, "it has num_rollback_states, and several states_per_block")
+        require(spec.states_per_block == 1, spec, "it has num_rollback_states, and several states_per_block")
         for n, ranges in enumerate(live):
             is_last = ranges == (((n - 1, n),) if n else ())
-            _require(is_last, spec, f"num_rollback_states is for the last token's state, and live at {n} is {ranges}")
+            require(is_last, spec, f"num_rollback_states is for the last token's state, and live at {n} is {ranges}")
 
 
 def _check_mask(asked: _Asked) -> None:
@@ -89,7 +104,7 @@ def _check_mask(asked: _Asked) -> None:
     if mask is not None and mask.causal:
         for n, ranges in enumerate(asked.live):
             seen, live_tokens = masked_tokens(mask, n), _tokens(ranges)
-            _require(
+            require(
                 seen == live_tokens, asked.spec, f"at {n} the mask shows {sorted(seen)}, live are {sorted(live_tokens)}"
             )
 
@@ -99,8 +114,8 @@ def _check_mask_function(asked: _Asked) -> None:
     spec, live = asked.spec, asked.live
     function, is_causal = spec.mask_function, spec.mask is None or spec.mask.causal
     if spec.is_sparse:
-        _require(spec.mask is None, spec, "is_sparse is True, and a mask shows every live token")
-        _require(function is not None, spec, "is_sparse is True, and no mask_function says what a query sees")
+        require(spec.mask is None, spec, "is_sparse is True, and a mask shows every live token")
+        require(function is not None, spec, "is_sparse is True, and no mask_function says what a query sees")
     if function is None:
         return
     positions = np.arange(len(live))
@@ -109,7 +124,7 @@ def _check_mask_function(asked: _Asked) -> None:
     except (TypeError, ValueError) as error:
         raise ConformanceError(f"{spec}: mask_function does not take arrays of positions: {error}") from error
     shape = (len(live), len(live))
-    _require(
+    require(
         shown.shape == shape and shown.dtype == np.bool_,
         spec,
         f"mask_function returns {shown.shape}, {shown.dtype} for all positions, not {shape}, bool",
@@ -120,11 +135,11 @@ def _check_mask_function(asked: _Asked) -> None:
         expected = _tokens(ranges) | {n} if is_causal else _seen_both_ways(spec, n, len(live))
         what = f"at {n} mask_function shows {sorted(seen)}, live and its own are {sorted(expected)}"
         if spec.is_sparse:
-            _require(seen <= expected, spec, what)
-            _require(n in seen, spec, f"at {n} mask_function does not show the query itself")
+            require(seen <= expected, spec, what)
+            require(n in seen, spec, f"at {n} mask_function does not show the query itself")
             continue
         hint = "; a type whose queries see fewer tokens than are live declares is_sparse" if seen < expected else ""
-        _require(seen == expected, spec, what + hint)
+        require(seen == expected, spec, what + hint)
 
 
 def _seen_both_ways(spec: KVCacheSpec, n: int, num_tokens: int) -> set[int]:
@@ -139,7 +154,7 @@ def _ask(spec: KVCacheSpec, n: int) -> tuple[TokenRange, ...]:
     """Return the live ranges at a position; raise if they break the law of the past."""
     ranges: Any = spec.live_ranges(n)
     what = f"law of the past: live_ranges({n}) is {ranges}, not sorted, disjoint and within [0, {n}), in pairs of int"
-    _require(are_ranges(ranges, 0, n), spec, what)
+    require(are_ranges(ranges, 0, n), spec, what)
     return tuple(ranges)
 
 
@@ -147,10 +162,10 @@ def _check_format(asked: _Asked) -> None:
     """Check that a spec with a format can leave it and return to it, and keeps the same tokens in every format."""
     spec = asked.spec
     plain = spec.in_format(PLAIN)
-    _require(plain.kv_format == PLAIN, spec, f"in_format(PLAIN) is in the format {plain.kv_format.name}")
+    require(plain.kv_format == PLAIN, spec, f"in_format(PLAIN) is in the format {plain.kv_format.name}")
     again = plain.in_format(spec.kv_format)
-    _require(again.kv_format == spec.kv_format, spec, "in_format() does not lead back to its own format")
-    _require(again == spec, spec, "in_format() changes more than the format")
+    require(again.kv_format == spec.kv_format, spec, "in_format() does not lead back to its own format")
+    require(again == spec, spec, "in_format() changes more than the format")
 
 
 def _check_derivations(asked: _Asked) -> None:
@@ -191,12 +206,12 @@ def _check_stored(asked: _Asked) -> None:
                 ranges = tuple(spec.stored_blocks(n, size, branch))
                 ends = [first, *(end for item in ranges for end in item), stop]
                 in_order = all(start < end for start, end in ranges) and ends == sorted(ends)
-                _require(in_order, spec, f"{what} is {ranges}, not sorted, disjoint and within [{first}, {stop})")
+                require(in_order, spec, f"{what} is {ranges}, not sorted, disjoint and within [{first}, {stop})")
                 resident = _tokens(ranges) | live[n]
                 for end in range(max(n, n + size - num_refused), n + size + 1):
                     lost = live[end] - resident
-                    _require(not lost, spec, f"{what} has no page for the blocks {sorted(lost)}, live at {end}")
-                _require(
+                    require(not lost, spec, f"{what} has no page for the blocks {sorted(lost)}, live at {end}")
+                require(
                     len(resident) <= limit,
                     spec,
                     f"{what} and what is live at {n} are {len(resident)} blocks, more than num_resident_blocks: "
@@ -207,20 +222,20 @@ def _check_stored(asked: _Asked) -> None:
 def _check_retained(asked: _Asked) -> None:
     spec, live = asked.spec, asked.live
     retained = spec.retain_all()
-    _require(
+    require(
         dict(retained.state_tensors()) == dict(spec.state_tensors()), spec, "retain_all() stores other state tensors"
     )
     for n, ranges in enumerate(live):
         lost = _tokens(ranges) - _tokens(retained.live_ranges(n))
-        _require(not lost, spec, f"retain_all() loses tokens {sorted(lost)} at {n}")
+        require(not lost, spec, f"retain_all() loses tokens {sorted(lost)} at {n}")
 
 
 def _check_layout(asked: _Asked) -> None:
     """Check that no field of the layout changes which tokens are live, and that each changes what a block stores."""
     spec, fields = asked.spec, {field.name: field for field in attrs.fields(type(asked.spec)) if field.init}
     unknown = sorted(spec.layout_fields - fields.keys())
-    _require(not unknown, spec, f"layout_fields names {unknown}, which are no fields")
-    _require(attrs.evolve(spec) == spec, spec, "it is not equal to a spec with the same fields: layers find no group")
+    require(not unknown, spec, f"layout_fields names {unknown}, which are no fields")
+    require(attrs.evolve(spec) == spec, spec, "it is not equal to a spec with the same fields: layers find no group")
     for name in sorted(spec.layout_fields):
         others = list(_others(spec, name))
         for other in others:
@@ -228,16 +243,16 @@ def _check_layout(asked: _Asked) -> None:
             for n, ranges in enumerate(asked.live):
                 ranges_of_other = _ask(other, n)
                 hint = "so layers that differ in it cannot share a block table"
-                _require(
+                require(
                     ranges_of_other == ranges,
                     spec,
                     f"{what} live_ranges({n}) is {ranges_of_other}, not {ranges}: {hint}",
                 )
-            _require(other.mask == spec.mask, spec, f"{what} the mask is {other.mask}")
+            require(other.mask == spec.mask, spec, f"{what} the mask is {other.mask}")
         # Sizes of what a type makes of its state may be there too.
         if others and (name == "dtype" or {*spec.in_format(PLAIN).state_tensors()} == {"k", "v"}):
             changed = any(dict(other.state_tensors()) != dict(spec.state_tensors()) for other in others)
-            _require(changed, spec, f"layout_fields has {name}, which changes nothing of state_tensors()")
+            require(changed, spec, f"layout_fields has {name}, which changes nothing of state_tensors()")
 
 
 def _others(spec: KVCacheSpec, name: str) -> Iterator[KVCacheSpec]:
@@ -263,11 +278,11 @@ def _others(spec: KVCacheSpec, name: str) -> Iterator[KVCacheSpec]:
 def _check_state(asked: _Asked) -> None:
     """Check the state tensors: they have a row for each entry of a block's tokens, or for each state of it."""
     spec = asked.spec
-    _require(spec.block_size % spec.tokens_per_entry == 0, spec, "a block has whole entries of tokens_per_entry tokens")
+    require(spec.block_size % spec.tokens_per_entry == 0, spec, "a block has whole entries of tokens_per_entry tokens")
     length = spec.states_per_block if spec.is_per_block else spec.block_size // spec.tokens_per_entry
     for name, tensor in spec.state_tensors().items():
         what = f"the state {name!r} of a block has the shape {tensor.shape}, and {length} must be its first dimension"
-        _require(tensor.shape[:1] == (length,), spec, what)
+        require(tensor.shape[:1] == (length,), spec, what)
 
 
 def _check_queries(asked: _Asked) -> None:
@@ -293,10 +308,10 @@ def _check_queries(asked: _Asked) -> None:
         shapes = spec.parameters(query)
         for name, shape in shapes.items():
             is_shape = isinstance(shape, tuple) and all(type(size) is int and size > 0 for size in shape)
-            _require(is_shape, spec, f"the parameter {name!r} has the shape {shape}, not a tuple of whole numbers")
+            require(is_shape, spec, f"the parameter {name!r} has the shape {shape}, not a tuple of whole numbers")
         expected = None if query.relative_bias is None else (bias.num_buckets, query.num_heads)
         bias_shape = shapes.get(RELATIVE_BIAS)
-        _require(
+        require(
             bias_shape == expected, spec, f"the parameter {RELATIVE_BIAS!r} has the shape {bias_shape}, not {expected}"
         )
 
@@ -306,7 +321,7 @@ def _check_drafts(asked: _Asked) -> None:
     with_drafts = asked.spec.with_drafts(2)
     for n, ranges in enumerate(asked.live):
         drafted = _ask(with_drafts, n)
-        _require(drafted == ranges, asked.spec, f"with_drafts(2) has live {drafted} at {n}, and the type {ranges}")
+        require(drafted == ranges, asked.spec, f"with_drafts(2) has live {drafted} at {n}, and the type {ranges}")
 
 
 LAWS: Mapping[str, Callable[[_Asked], None]] = {
@@ -331,9 +346,4 @@ def _tokens(ranges: Iterable[TokenRange]) -> set[int]:
 
 
 def _require_equal(spec: KVCacheSpec, what: str, expected: object, answer: object) -> None:
-    _require(expected == answer, spec, f"{what} is {answer}, and {expected} by the live ranges")
-
-
-def _require(holds: bool, spec: KVCacheSpec, message: str) -> None:
-    if not holds:
-        raise ConformanceError(f"{spec}: {message}")
+    require(expected == answer, spec, f"{what} is {answer}, and {expected} by the live ranges")

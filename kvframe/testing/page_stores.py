@@ -18,15 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import attrs
 
-from kvframe.contract.errors import PluginError
-from kvframe.contract.foreign import call
 from kvframe.contract.page_store import OpenPageStore, PageStore
 from kvframe.testing.checks import Check, Checks, make_part
-from kvframe.testing.laws import ConformanceError
+from kvframe.testing.laws import ConformanceError, answer_of, require
 from kvframe.testing.store_writer import Job, key_of, record_of
 
 SIZES = (512, 4097, 65_536, 2**20, 2**24 + 7)
@@ -46,8 +44,6 @@ _BATCH = 8
 _LATE_SECONDS = 0.1
 _LONGEST_SECONDS = 120.0
 """How long a check may take before the store counts as stuck."""
-
-T = TypeVar("T")
 
 
 def check_page_store(store: PageStore) -> None:
@@ -79,9 +75,9 @@ def page_store_checks(
 
 
 def _checks_of(store: PageStore, num_kills: int) -> list[Check]:
-    capacity = _call("capacity", lambda: store.capacity)
+    capacity = answer_of("form: capacity", lambda: store.capacity)
     is_size = type(capacity) is int and capacity > 0
-    _require(capacity is None or is_size, f"form: capacity has to be a number of bytes or None, not {capacity!r}")
+    require(capacity is None or is_size, f"form: capacity has to be a number of bytes or None, not {capacity!r}")
     sizes = [size for size in SIZES if capacity is None or size <= capacity // 8] or [SIZES[0]]
     checks: list[tuple[str, str, Callable[[PageStore], str | None]]] = [
         ("secret", "the secret", _check_secret),
@@ -111,13 +107,13 @@ def _checks_of(store: PageStore, num_kills: int) -> list[Check]:
 
 
 @attrs.frozen(eq=False)
-class _Asked:
+class _CheckedStore:
     """An open store, each of whose answers has its form checked."""
 
     opened: OpenPageStore
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        return _flags("find", _call("find()", self.opened.find, keys), len(keys))
+        return _flags("find", answer_of("form: find()", self.opened.find, keys), len(keys))
 
     def read(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bytes | None]:
         """Return the records, None for each that was not read."""
@@ -127,54 +123,45 @@ class _Asked:
 
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[bytearray]) -> list[bool]:
         views = [memoryview(buffer) for buffer in buffers]
-        return _flags("read", _call("read()", self.opened.read, keys, views), len(keys))
+        return _flags("read", answer_of("form: read()", self.opened.read, keys, views), len(keys))
 
     def write(self, keys: Sequence[bytes], records: Sequence[bytes | bytearray]) -> int:
         views = [memoryview(record).toreadonly() for record in records]
-        count = _call("write()", self.opened.write, keys, views)
-        _require(
+        count = answer_of("form: write()", self.opened.write, keys, views)
+        require(
             type(count) is int and 0 <= count <= len(keys),
             f"form: write() of {len(keys)} keys has to return a number up to that, not {count!r}",
         )
         return count
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        _call("forget()", self.opened.forget, keys)
-
-    def close(self) -> None:
-        _call("close()", self.opened.close)
+        answer_of("form: forget()", self.opened.forget, keys)
 
     def keep(self, keys: Sequence[bytes], num_bytes: int) -> None:
         """Write the records of keys; require that half of them are found, and as many as ``write`` says."""
         count = self.write(keys, [record_of(key, num_bytes) for key in keys])
         num_found = sum(self.find(keys))
-        _require(count == num_found, f"honest: write() says {count} keys have a record, and find() finds {num_found}")
-        _require(2 * count >= len(keys), f"useful: of {len(keys)} records of {num_bytes:,} bytes, {count} are kept")
+        require(count == num_found, f"honest: write() says {count} keys have a record, and find() finds {num_found}")
+        require(2 * count >= len(keys), f"useful: of {len(keys)} records of {num_bytes:,} bytes, {count} are kept")
+
+    def require_absent(self, keys: Sequence[bytes], which_keys: str) -> None:
+        """Require that no record of keys is found or read."""
+        require(not any(self.find(keys)), f"honest: find() finds {which_keys}")
+        records = self.read(keys, [SIZES[0]] * len(keys))
+        require(records == [None] * len(keys), f"honest: read() reads records of {which_keys}")
 
     def require_right(self, keys: Sequence[bytes], num_bytes: int, *, when: str) -> int:
         """Require that found records are read and have their bytes; return how many were read."""
         are_found = self.find(keys)
         records = self.read(keys, [num_bytes] * len(keys))
         for key, is_found, record in zip(keys, are_found, records, strict=True):
-            _require(
+            require(
                 record is None or record == record_of(key, num_bytes),
                 f"whole: a record of {num_bytes:,} bytes is read with other bytes {when}",
             )
-            _require(is_found or record is None, f"honest: a record is read that find() does not find, {when}")
-            _require(record is not None or not is_found, f"honest: find() finds a record that is not read, {when}")
+            require(is_found or record is None, f"honest: a record is read that find() does not find, {when}")
+            require(record is not None or not is_found, f"honest: find() finds a record that is not read, {when}")
         return sum(record is not None for record in records)
-
-
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise ConformanceError(otherwise)
-
-
-def _call(method: str, function: Callable[..., T], *arguments: Any) -> T:
-    try:
-        return call(f"form: {method}", function, *arguments)
-    except PluginError as error:
-        raise ConformanceError(str(error)) from error.__cause__
 
 
 def _flags(method: str, answers: Any, length: int) -> list[bool]:
@@ -182,7 +169,7 @@ def _flags(method: str, answers: Any, length: int) -> list[bool]:
         flags = list(answers)
     except TypeError:
         flags = []
-    _require(
+    require(
         len(flags) == length and all(flag in (True, False) for flag in flags),
         f"form: {method}() of {length} keys has to return as many times True or False, not {answers!r}",
     )
@@ -190,14 +177,13 @@ def _flags(method: str, answers: Any, length: int) -> list[bool]:
 
 
 @contextmanager
-def _opened(store: PageStore, origin: str = _ORIGIN) -> Iterator[_Asked]:
-    opened = _call("open()", store.open, origin)
-    _require(isinstance(opened, OpenPageStore), f"form: open() has to return an OpenPageStore, not {opened!r}")
-    asked = _Asked(opened)
+def _open(store: PageStore, origin: str = _ORIGIN) -> Iterator[_CheckedStore]:
+    opened = answer_of("form: open()", store.open, origin)
+    require(isinstance(opened, OpenPageStore), f"form: open() has to return an OpenPageStore, not {opened!r}")
     try:
-        yield asked
+        yield _CheckedStore(opened)
     finally:
-        asked.close()
+        answer_of("form: close()", opened.close)
 
 
 def _new_keys(count: int) -> list[bytes]:
@@ -219,7 +205,7 @@ def _in_thread(run: Callable[[PageStore], str | None], store: PageStore) -> str 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(_LONGEST_SECONDS)
-    _require(not thread.is_alive(), f"useful: the store has not answered for {_LONGEST_SECONDS:.0f} seconds")
+    require(not thread.is_alive(), f"useful: the store has not answered for {_LONGEST_SECONDS:.0f} seconds")
     for error in errors:
         if isinstance(error, ConformanceError):
             raise ConformanceError(f"{store!r}: {error}") from error
@@ -231,7 +217,7 @@ def _in_thread(run: Callable[[PageStore], str | None], store: PageStore) -> str 
 
 
 def _check_options(store: PageStore, again: PageStore) -> None:
-    _require(store == again, f"form: two stores with the same options differ: {store!r} and {again!r}")
+    require(store == again, f"form: two stores with the same options differ: {store!r} and {again!r}")
     try:
         hash(store)
     except TypeError as error:
@@ -239,47 +225,43 @@ def _check_options(store: PageStore, again: PageStore) -> None:
 
 
 def _check_secret(store: PageStore) -> None:
-    secrets = [_call("local_secret()", store.local_secret) for _ in range(2)]
+    secrets = [answer_of("form: local_secret()", store.local_secret) for _ in range(2)]
     for secret in secrets:
         is_secret = isinstance(secret, bytes) and len(secret) == 32
-        _require(secret is None or is_secret, "form: local_secret() has to return 32 bytes or None")
-    _require(secrets[0] == secrets[1], "form: local_secret() returns another secret when it is called again")
+        require(secret is None or is_secret, "form: local_secret() has to return 32 bytes or None")
+    require(secrets[0] == secrets[1], "form: local_secret() returns another secret when it is called again")
 
 
 # --- one open store ---------------------------------------------------------------------------------------------------
 
 
 def _check_empty(store: PageStore) -> None:
-    with _opened(store) as asked:
-        asked.find([])
-        asked.read([], [])
-        asked.write([], [])
-        asked.forget([])
+    with _open(store) as opened:
+        opened.find([])
+        opened.read([], [])
+        opened.write([], [])
+        opened.forget([])
 
 
 def _check_unknown(store: PageStore) -> None:
-    with _opened(store) as asked:
+    with _open(store) as opened:
         keys = _new_keys(_BATCH)
-        _require(not any(asked.find(keys)), "honest: find() finds keys that were never written")
-        _require(
-            asked.read(keys, [SIZES[0]] * len(keys)) == [None] * len(keys),
-            "honest: read() reads records that were never written",
-        )
-        asked.forget(keys)
+        opened.require_absent(keys, "keys that were never written")
+        opened.forget(keys)
         known = _new_keys(_BATCH)
-        asked.keep(known, SIZES[0])
+        opened.keep(known, SIZES[0])
         mixed = [key for pair in zip(keys, known, strict=True) for key in pair]
-        asked.require_right(mixed, SIZES[0], when="beside unknown keys")
-        _require(not any(asked.find(mixed)[::2]), "honest: find() finds unknown keys beside known ones")
+        opened.require_right(mixed, SIZES[0], when="beside unknown keys")
+        opened.require_absent(keys, "unknown keys beside known ones")
 
 
 def _check_round_trip(store: PageStore, *, size: int) -> None:
     most_bytes = min(2**25, (store.capacity or 2**40) // 4)
-    with _opened(store) as asked:
+    with _open(store) as opened:
         keys = _new_keys(max(1, min(_BATCH, most_bytes // size)))
-        asked.keep(keys, size)
-        _require(asked.require_right(keys, size, when="after it was written") > 0, "useful: nothing is read")
-        asked.require_right(keys[::-1], size, when="in another order")
+        opened.keep(keys, size)
+        require(opened.require_right(keys, size, when="after it was written") > 0, "useful: nothing is read")
+        opened.require_right(keys[::-1], size, when="in another order")
 
 
 def _check_contents(store: PageStore) -> None:
@@ -287,11 +269,11 @@ def _check_contents(store: PageStore) -> None:
     size = SIZES[0]
     contents = [bytes(size), b"\xff" * size, b" " * size, b"\r\n" * (size // 2), bytes(range(256)) * (size // 256)]
     contents += [bytes(size - 1) + b"\n", b"\x1a" + bytes(size - 1)]
-    with _opened(store) as asked:
+    with _open(store) as opened:
         keys = _new_keys(len(contents))
-        asked.write(keys, contents)
-        for content, record in zip(contents, asked.read(keys, [size] * len(keys)), strict=True):
-            _require(record in (None, content), f"whole: a record of bytes like {content[-3:]!r} is read with others")
+        opened.write(keys, contents)
+        for content, record in zip(contents, opened.read(keys, [size] * len(keys)), strict=True):
+            require(record in (None, content), f"whole: a record of bytes like {content[-3:]!r} is read with others")
 
 
 def _check_similar_keys(store: PageStore) -> None:
@@ -300,98 +282,98 @@ def _check_similar_keys(store: PageStore) -> None:
     number = int.from_bytes(base, "big")
     keys = [base, *((number ^ (1 << bit)).to_bytes(32, "big") for bit in range(256))]
     keys += [byte * 32 for byte in (b"\0", b"\n", b"/", b".", b" ", b"\xff", b"a", b"A")]
-    with _opened(store) as asked:
-        asked.forget(keys)
+    with _open(store) as opened:
+        opened.forget(keys)
         half = keys[::2]
-        asked.keep(half, SIZES[0])
-        asked.require_right(keys, SIZES[0], when="beside similar keys")
-        _require(not any(asked.find(keys[1::2])), "honest: find() finds a key that is similar to a written one")
+        opened.keep(half, SIZES[0])
+        opened.require_right(keys, SIZES[0], when="beside similar keys")
+        opened.require_absent(keys[1::2], "keys that are similar to written ones")
 
 
 def _check_many(store: PageStore) -> None:
     capacity = store.capacity or 2**24
-    with _opened(store) as asked:
+    with _open(store) as opened:
         keys = _new_keys(max(_BATCH, min(2000, capacity // (8 * SIZES[0]))))
-        asked.keep(keys, SIZES[0])
-        asked.require_right(keys, SIZES[0], when="among many")
+        opened.keep(keys, SIZES[0])
+        opened.require_right(keys, SIZES[0], when="among many")
 
 
 def _check_other_sizes(store: PageStore) -> None:
     size, others = SIZES[0], [1, 256, 511, 513, 4096]
-    with _opened(store) as asked:
+    with _open(store) as opened:
         keys = _new_keys(_BATCH)
-        asked.keep(keys, size)
+        opened.keep(keys, size)
         for other in others:
-            _require(
-                asked.read(keys, [other] * len(keys)) == [None] * len(keys),
+            require(
+                opened.read(keys, [other] * len(keys)) == [None] * len(keys),
                 f"whole: a record of {size} bytes is read to a buffer of {other}",
             )
         sizes = [size if index % 2 else others[index // 2] for index in range(len(keys))]
-        records = asked.read(keys, sizes)
-        _require(records[::2] == [None] * len(records[::2]), "whole: records are read to buffers of another size")
-        _require(
+        records = opened.read(keys, sizes)
+        require(records[::2] == [None] * len(records[::2]), "whole: records are read to buffers of another size")
+        require(
             all(record in (None, record_of(key, size)) for key, record in zip(keys, records, strict=True)),
             "whole: a record is read with other bytes beside buffers of another size",
         )
-        asked.require_right(keys, size, when="after buffers of another size")
+        opened.require_right(keys, size, when="after buffers of another size")
 
 
 def _check_duplicates(store: PageStore) -> None:
-    with _opened(store) as asked:
+    with _open(store) as opened:
         keys = _new_keys(_BATCH)
         twice = [key for key in keys for _ in range(2)]
-        count = asked.write(twice, [record_of(key, SIZES[0]) for key in twice])
-        _require(count == sum(asked.find(twice)), "honest: write() counts keys that are given twice in another way")
-        asked.require_right(twice, SIZES[0], when="if its key is given twice")
-        asked.keep(keys, SIZES[0])
-        asked.require_right(keys, SIZES[0], when="after it was written twice")
-        asked.forget(twice)
-        _require(not any(asked.find(keys)), "honest: records are found after they were forgotten twice")
+        count = opened.write(twice, [record_of(key, SIZES[0]) for key in twice])
+        require(count == sum(opened.find(twice)), "honest: write() counts keys that are given twice in another way")
+        opened.require_right(twice, SIZES[0], when="if its key is given twice")
+        opened.keep(keys, SIZES[0])
+        opened.require_right(keys, SIZES[0], when="after it was written twice")
+        opened.forget(twice)
+        opened.require_absent(keys, "keys that were forgotten twice")
 
 
 def _check_written_again(store: PageStore) -> None:
     """Check that one whole record stays, of either size."""
     small, large = SIZES[0], SIZES[1]
-    with _opened(store) as asked:
+    with _open(store) as opened:
         keys = _new_keys(_BATCH)
-        asked.keep(keys, small)
+        opened.keep(keys, small)
         whole = {key: [record_of(key, small)] for key in keys}
         for turn, size in enumerate((small, large, small)):
             records = [record_of(key[:turn], size) for key in keys]
             for key, record in zip(keys, records, strict=True):
                 whole[key].append(record)
-            count = asked.write(keys, records)
-            _require(count == sum(asked.find(keys)), "honest: write() counts keys that have a record in another way")
+            count = opened.write(keys, records)
+            require(count == sum(opened.find(keys)), "honest: write() counts keys that have a record in another way")
             for key, first, second in zip(
-                keys, asked.read(keys, [small] * len(keys)), asked.read(keys, [large] * len(keys)), strict=True
+                keys, opened.read(keys, [small] * len(keys)), opened.read(keys, [large] * len(keys)), strict=True
             ):
-                _require(first is None or second is None, "whole: a key has records of two sizes")
-                _require(
+                require(first is None or second is None, "whole: a key has records of two sizes")
+                require(
                     all(record is None or record in whole[key] for record in (first, second)),
                     "whole: a record that was written again is read with bytes of both",
                 )
 
 
 def _check_copies(store: PageStore) -> None:
-    with _opened(store) as asked:
+    with _open(store) as opened:
         keys = _new_keys(_BATCH)
         buffers = [bytearray(record_of(key, SIZES[1])) for key in keys]
-        asked.write(keys, buffers)
+        opened.write(keys, buffers)
         for buffer, key in zip(buffers, keys, strict=True):
-            _require(bytes(buffer) == record_of(key, SIZES[1]), "copies: write() changes the records that it is given")
+            require(bytes(buffer) == record_of(key, SIZES[1]), "copies: write() changes the records that it is given")
             buffer[:] = bytes(len(buffer))
-        asked.require_right(keys, SIZES[1], when="after the buffers changed that were given to write()")
+        opened.require_right(keys, SIZES[1], when="after the buffers changed that were given to write()")
 
 
 def _check_late(store: PageStore) -> None:
     """Check that nothing happens to a buffer after ``read`` has returned."""
-    with _opened(store) as asked:
+    with _open(store) as opened:
         keys, unknown = _new_keys(_BATCH), _new_keys(_BATCH)
-        asked.keep(keys, SIZES[2])
+        opened.keep(keys, SIZES[2])
         buffers = [bytearray(SIZES[2]) for _ in (*keys, *unknown)]
-        are_read = asked.read_into([*keys, *unknown], buffers)
+        are_read = opened.read_into([*keys, *unknown], buffers)
         for key, is_read, buffer in zip(keys, are_read, buffers, strict=False):
-            _require(
+            require(
                 not is_read or bytes(buffer) == record_of(key, SIZES[2]),
                 "whole: a buffer does not have its record when read() returns",
             )
@@ -399,25 +381,22 @@ def _check_late(store: PageStore) -> None:
             buffer[:] = b"\x55" * len(buffer)
         time.sleep(_LATE_SECONDS)
         for buffer in buffers:
-            _require(bytes(buffer) == b"\x55" * len(buffer), "copies: a buffer changes after read() has returned")
+            require(bytes(buffer) == b"\x55" * len(buffer), "copies: a buffer changes after read() has returned")
 
 
 def _check_forget(store: PageStore) -> None:
-    with _opened(store) as asked:
+    with _open(store) as opened:
         keys, wrong = _new_keys(_BATCH), _new_keys(_BATCH)
         for key, other in zip(keys, wrong, strict=True):
-            asked.keep([key, other], SIZES[0])
-        asked.forget([*wrong, *_new_keys(2)])
-        _require(not any(asked.find(wrong)), "honest: forgotten records are found")
-        _require(
-            asked.read(wrong, [SIZES[0]] * len(wrong)) == [None] * len(wrong), "honest: forgotten records are read"
-        )
-        asked.require_right(keys, SIZES[0], when="after others were forgotten")
-        asked.keep(wrong, SIZES[0])
-        asked.require_right(wrong, SIZES[0], when="after it was forgotten and written again")
-        asked.forget(wrong)
-    with _opened(store) as asked:
-        _require(not any(asked.find(wrong)), "honest: forgotten records are found when the store is opened again")
+            opened.keep([key, other], SIZES[0])
+        opened.forget([*wrong, *_new_keys(2)])
+        opened.require_absent(wrong, "forgotten keys")
+        opened.require_right(keys, SIZES[0], when="after others were forgotten")
+        opened.keep(wrong, SIZES[0])
+        opened.require_right(wrong, SIZES[0], when="after it was forgotten and written again")
+        opened.forget(wrong)
+    with _open(store) as opened:
+        opened.require_absent(wrong, "forgotten keys when the store is opened again")
 
 
 # --- several open stores ----------------------------------------------------------------------------------------------
@@ -425,17 +404,17 @@ def _check_forget(store: PageStore) -> None:
 
 def _check_reopen(store: PageStore) -> None:
     keys = _new_keys(_BATCH)
-    with _opened(store) as asked:
-        asked.keep(keys, SIZES[1])
-    with _opened(store) as asked:
-        num_read = asked.require_right(keys, SIZES[1], when="after the store was opened again")
-        _require(2 * num_read >= len(keys), f"useful: of {len(keys)} records, a store opened again has {num_read}")
-        asked.keep(_new_keys(_BATCH), SIZES[1])
+    with _open(store) as opened:
+        opened.keep(keys, SIZES[1])
+    with _open(store) as opened:
+        num_read = opened.require_right(keys, SIZES[1], when="after the store was opened again")
+        require(2 * num_read >= len(keys), f"useful: of {len(keys)} records, a store opened again has {num_read}")
+        opened.keep(_new_keys(_BATCH), SIZES[1])
 
 
 def _check_two_open(store: PageStore) -> None:
     keys = _new_keys(2 * _BATCH)
-    with _opened(store) as one, _opened(store) as other:
+    with _open(store) as one, _open(store) as other:
         for index, key in enumerate(keys):
             writer, reader = (one, other) if index % 2 else (other, one)
             writer.keep([key], SIZES[0])
@@ -443,15 +422,15 @@ def _check_two_open(store: PageStore) -> None:
         one.forget(keys[:_BATCH])
         other.require_right(keys[_BATCH:], SIZES[0], when="after a second open store forgot others")
         other.forget(keys[:_BATCH])
-        for asked in (one, other):
-            _require(not any(asked.find(keys[:_BATCH])), "honest: records are found that both open stores forgot")
-    with _opened(store) as asked:
-        asked.require_right(keys, SIZES[0], when="after two open stores were closed")
+        for opened in (one, other):
+            opened.require_absent(keys[:_BATCH], "keys that both open stores forgot")
+    with _open(store) as opened:
+        opened.require_right(keys, SIZES[0], when="after two open stores were closed")
 
 
 def _check_origins(store: PageStore) -> None:
     keys, others = _new_keys(_BATCH), _new_keys(_BATCH)
-    with _opened(store) as one, _opened(store, _OTHER_ORIGIN) as other:
+    with _open(store) as one, _open(store, _OTHER_ORIGIN) as other:
         one.keep(keys, SIZES[0])
         other.keep(others, SIZES[1])
         one.require_right(keys, SIZES[0], when="beside another origin")
@@ -466,18 +445,18 @@ def _check_bound(store: PageStore) -> str | None:
         return LARGE_BOUND
     size = max(256, min(2**20, capacity // 32))
     keys = _new_keys(2 * capacity // size)
-    with _opened(store) as asked:
+    with _open(store) as opened:
         for start in range(0, len(keys), 4):
-            asked.write(keys[start : start + 4], [record_of(key, size) for key in keys[start : start + 4]])
-        num_read = asked.require_right(keys, size, when="in a full store")
-        _require(
+            opened.write(keys[start : start + 4], [record_of(key, size) for key in keys[start : start + 4]])
+        num_read = opened.require_right(keys, size, when="in a full store")
+        require(
             num_read * size <= capacity, f"bound: {num_read} records of {size:,} bytes are found in {capacity:,} bytes"
         )
-        _require(any(asked.find(keys[-4:])), "bound: a full store keeps no new records")
-        _require(num_read > 1, "bound: a full store keeps one record only")
+        require(any(opened.find(keys[-4:])), "bound: a full store keeps no new records")
+        require(num_read > 1, "bound: a full store keeps one record only")
         (larger,) = _new_keys(1)
-        asked.write([larger], [bytes(capacity + 1)])
-        _require(not any(asked.find([larger])), "bound: a record is found that is larger than the store")
+        opened.write([larger], [bytes(capacity + 1)])
+        require(not any(opened.find([larger])), "bound: a record is found that is larger than the store")
     return None
 
 
@@ -507,11 +486,11 @@ def _writing(*jobs: Job) -> Iterator[list[subprocess.Popen[bytes]]]:
             processes.append(process)
         for process in processes:
             is_open = _pipe(process.stdout).readline() == b"open\n"
-            _require(is_open, f"form: open() failed in another process: {_last_line(errors)}")
+            require(is_open, f"form: open() failed in another process: {_last_line(errors)}")
         yield processes
         for process in processes:
             is_right = process.wait() in (0, -signal.SIGKILL)
-            _require(is_right, f"form: a process that writes beside others failed: {_last_line(errors)}")
+            require(is_right, f"form: a process that writes beside others failed: {_last_line(errors)}")
 
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
@@ -540,20 +519,20 @@ def _check_processes(store: PageStore) -> str | None:
     )
     keys = [key_of(job.seed, index) for index in range(job.num_keys)]
     num_read = 0
-    with _opened(store) as asked, _writing(job, attrs.evolve(job, backwards=True)) as processes:
+    with _open(store) as opened, _writing(job, attrs.evolve(job, backwards=True)) as processes:
         # A process that cannot print waits, so its lines are read.
         for process in processes:
             threading.Thread(target=_pipe(process.stdout).read, daemon=True).start()
         while any(process.poll() is None for process in processes):
-            records = asked.read(keys, [size] * len(keys))
+            records = opened.read(keys, [size] * len(keys))
             for key, record in zip(keys, records, strict=True):
-                _require(
+                require(
                     record is None or record == record_of(key, size),
                     "whole: a record is read with other bytes while two processes write it",
                 )
             num_read += sum(record is not None for record in records)
-        num_read += asked.require_right(keys, size, when="after two processes wrote it")
-        asked.keep(_new_keys(_BATCH), SIZES[0])
+        num_read += opened.require_right(keys, size, when="after two processes wrote it")
+        opened.keep(_new_keys(_BATCH), SIZES[0])
     return None if num_read else OWN_PROCESS
 
 
@@ -569,21 +548,21 @@ def _check_killed(store: PageStore, *, num_kills: int) -> None:
         batch=8,
         num_kills=num_kills,
     )
-    with _opened(store) as asked, _writing(job) as (process,):
+    with _open(store) as opened, _writing(job) as (process,):
         for kill in range(num_kills):
             num_batches = 0
             while (line := _pipe(process.stdout).readline()) != b"killed\n":
-                _require(line != b"", "form: a process that starts writers ended")
+                require(line != b"", "form: a process that starts writers ended")
                 num_batches += line == b"batch\n"
             # The last batch is the one that was being written.
             first, last = max(0, num_batches - 8), num_batches + 1
             keys = [key_of(job.killed_seed(kill), index) for index in range(job.batch * first, job.batch * last)]
-            asked.require_right(keys, job.record_bytes, when="after its writer was killed")
+            opened.require_right(keys, job.record_bytes, when="after its writer was killed")
             _pipe(process.stdin).write(b"next\n")
             _pipe(process.stdin).flush()
         keys = keys[-job.batch :]
-        asked.keep(keys, job.record_bytes)
-        asked.require_right(keys, job.record_bytes, when="after another writer was killed while it wrote it")
+        opened.keep(keys, job.record_bytes)
+        opened.require_right(keys, job.record_bytes, when="after another writer was killed while it wrote it")
 
 
 def _fitting(store: PageStore, num_bytes: int) -> int:

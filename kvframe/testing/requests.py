@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import attrs
 
 from kvframe import KVCachePlan
-from kvframe.testing.laws import ConformanceError
+from kvframe.testing.laws import ConformanceError, require
 
 Page = tuple[int, int]
 """A group and a block id."""
@@ -187,11 +187,6 @@ def check_manager(
     return requests.verbs
 
 
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise ConformanceError(otherwise)
-
-
 class _Requests:
     def __init__(
         self, make: Callable[[KVCachePlan, PageContents], Manager], plan: KVCachePlan, draw: random.Random
@@ -229,7 +224,7 @@ class _Requests:
         tokens = [self.draw.randint(0, 1) for _ in range(self.draw.randint(longest // 2, longest))]
         num_blocks = [-(-len(tokens) // group.block_size) for group in self.plan.groups]
         request = self.running["again"] = Request("", tokens, self.manager.start("again", tokens))
-        _require(request.computed == 0, f"finding: {request.computed} tokens are found in an empty pool")
+        require(request.computed == 0, f"finding: {request.computed} tokens are found in an empty pool")
         while request.computed < len(tokens) and self.compute("again", request, self.max_step, 0):
             pass
         self.manager.free(self.running.popitem()[0])
@@ -238,7 +233,7 @@ class _Requests:
         if is_cached and getattr(self.manager, "prefix_caching", True):
             num_found = self.manager.start("again", tokens)
             expected = self.longest_prefix(request)
-            _require(expected == num_found, f"finding: {num_found} tokens of {tokens} are found again, not {expected}")
+            require(expected == num_found, f"finding: {num_found} tokens of {tokens} are found again, not {expected}")
             self.manager.free("again")
 
     def longest_prefix(self, request: Request) -> int:
@@ -257,7 +252,7 @@ class _Requests:
         tokens = ([7] * shared + tail)[: self.plan.max_model_len]
         name, salt = f"r{self.verbs.total()}", self.draw.choice(["", "", "", "other"])
         hit = self.manager.start(name, tokens, salt=salt)
-        _require(0 <= hit < len(tokens), f"start: {hit} of {len(tokens)} tokens are found")
+        require(0 <= hit < len(tokens), f"start: {hit} of {len(tokens)} tokens are found")
         self.running[name] = Request(salt, tokens, hit, self.verbs["reset"])
         self.verbs["start"] += 1
 
@@ -277,13 +272,13 @@ class _Requests:
         before = self.block_ids(name)
         self.verbs["extend"] += 1
         if not self.manager.extend(name, end):
-            _require(before == self.block_ids(name), "refusing: a step without pages changed the blocks of its request")
+            require(before == self.block_ids(name), "refusing: a step without pages changed the blocks of its request")
             return False
         blocks = self.block_ids(name)
         step = [*request.tokens[request.computed : target], *[self.draw.randint(0, 1) for _ in range(end - target)]]
         written = self.contents.compute(request, step, blocks)
         others = {page for other in self.running if other != name for page in self.pages(other)}
-        _require(not written & others, f"writing: a step writes to pages of another request, {written & others}")
+        require(not written & others, f"writing: a step writes to pages of another request, {written & others}")
         self.manager.commit(name, request.tokens, target)
         self.verbs["commit"] += 1
         request.computed = target
@@ -291,7 +286,7 @@ class _Requests:
             held_blocks = {block for block, page in enumerate(ids[: target // group.block_size]) if page}
             live = {token // group.block_size for token in live_tokens(self.plan, group.index, target)}
             live = {block for block in live if block < target // group.block_size}
-            _require(
+            require(
                 live == held_blocks,
                 f"forgetting: at {target}, group {group.index} keeps blocks {held_blocks}, and {live} live",
             )
@@ -331,7 +326,7 @@ class _Requests:
         for name in [*self.running, *self.swapped]:
             self.manager.free(name)
         num_held = self.manager.num_held_pages
-        _require(num_held == 0, f"ending: {num_held} pages are held after all requests ended")
+        require(num_held == 0, f"ending: {num_held} pages are held after all requests ended")
 
     def block_ids(self, name: str) -> list[list[int]]:
         return [list(ids) for ids in self.manager.block_ids(name)]

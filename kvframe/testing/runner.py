@@ -42,6 +42,7 @@ from kvframe.testing.case import Case, Inputs, Learned, Request
 from kvframe.testing.hosts import KVFRAME, Host, Memory
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata_of_groups
+from kvframe.testing.writes import WriteGuard, tensors_of
 
 BUILT = ""
 """Metadata that was built for the step."""
@@ -513,36 +514,6 @@ def _kept_rows(
             f"which {metadata.num_generating} generate"
         )
     return rows
-
-
-# --- what must not be written to --------------------------------------------------------------------------------------
-
-
-class WriteGuard:
-    """Tensors that must not be written to, with a copy of each."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._copies = [tensor.clone() for tensor in tensors]
-
-    def check(self, message: str) -> None:
-        """Raise a ``ConformanceError`` with the message if one of them was written to."""
-        # Compared as bytes, because NaN is not equal to itself.
-        if not all(map(same_bits, self._tensors, self._copies)):
-            raise ConformanceError(message)
-
-
-def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same bits."""
-    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
-
-
-def tensors_of(metadata: CommonAttentionMetadata) -> list[torch.Tensor]:
-    """Return every tensor of a step's metadata, including host tensors and those of extensions."""
-    values = [*attrs.asdict(metadata, recurse=False).values()]
-    for extension in metadata.extensions.values():
-        values += [extension.values, extension.values_cpu]
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _say(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: torch.layout) -> str:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import attrs
 
-from kvframe.contract.errors import PluginError
-from kvframe.contract.foreign import call
 from kvframe.contract.scheduling import QueuedRequest, SchedulingPolicy
 from kvframe.testing.checks import Check, Checks, make_part
-from kvframe.testing.laws import ConformanceError
+from kvframe.testing.laws import answer_of, require
 
 PRIORITIES = (-(2**31), -100, -3, -1, 0, 1, 2, 100, 2**31 - 1)
 """Hinted priorities, in ascending order."""
@@ -42,26 +40,34 @@ def check_scheduling(policy: SchedulingPolicy) -> None:
 def check_requests(policy: SchedulingPolicy, num_others: int, num_prompt_tokens: int) -> None:
     """Check a policy's answers for requests of an owner with other ones, and of prompts of one length."""
     base = QueuedRequest(arrival=0.0, owner="a", num_others=num_others, num_prompt_tokens=num_prompt_tokens)
-    gap = _asked("form: preemption_gap()", policy, policy.preemption_gap)
-    _require(policy, gap > 0, f"form: preemption_gap() has to return a positive number, not {gap!r}")
+
+    def number_of(label: str, method: Callable[..., float], *arguments: QueuedRequest) -> float:
+        number = answer_of(f"{policy!r}: form: {label}", method, *arguments)
+        require(type(number) in (int, float), f"{policy!r}: form: {label} has to return a number, not {number!r}")
+        return float(number)
+
+    gap = number_of("preemption_gap()", policy.preemption_gap)
+    require(gap > 0, policy, f"form: preemption_gap() has to return a positive number, not {gap!r}")
 
     def order(arrival: float, priority: int) -> float:
         request = attrs.evolve(base, arrival=arrival, priority=priority)
-        number = _asked("form: order()", policy, partial(policy.order, request))
-        _require(policy, math.isfinite(number), f"form: order() has to return a finite number, not {number!r}")
-        again = _asked("form: order()", policy, partial(policy.order, request))
-        _require(policy, number == again, f"form: order() answers {number!r}, then {again!r} for {request}")
+        number = number_of("order()", policy.order, request)
+        require(math.isfinite(number), policy, f"form: order() has to return a finite number, not {number!r}")
+        second_number = number_of("order()", policy.order, request)
+        require(
+            number == second_number, policy, f"form: order() answers {number!r}, then {second_number!r} for {request}"
+        )
         return number
 
     for priority in PRIORITIES:
         orders = [order(arrival, priority) for arrival in ARRIVALS]
-        _require(policy, orders == sorted(orders), f"turn: at {list(ARRIVALS)} the orders are {orders}")
+        require(orders == sorted(orders), policy, f"turn: at {list(ARRIVALS)} the orders are {orders}")
     for arrival in ARRIVALS:
         orders = [order(arrival, priority) for priority in PRIORITIES]
-        _require(policy, orders == sorted(orders), f"urgency: of the priorities {list(PRIORITIES)} they are {orders}")
+        require(orders == sorted(orders), policy, f"urgency: of the priorities {list(PRIORITIES)} they are {orders}")
     for first, later in itertools.product(PRIORITIES, PRIORITIES):
         is_first = order(0.0, first) < order(_LONG, later)
-        _require(policy, is_first, f"forgetting: a request of priority {first} waits for ever for those of {later}")
+        require(is_first, policy, f"forgetting: a request of priority {first} waits for ever for those of {later}")
 
 
 def scheduling_checks(
@@ -79,17 +85,3 @@ def scheduling_checks(
         for num_others, num_prompt_tokens in itertools.product(_OTHERS, _PROMPTS)
     ]
     return Checks(part=part, checks=tuple(checks))
-
-
-def _asked(label: str, policy: SchedulingPolicy, method: Any) -> float:
-    try:
-        number: Any = call(label, method)
-    except PluginError as error:
-        raise ConformanceError(f"{policy!r}: {error}") from error.__cause__
-    _require(policy, type(number) in (int, float), f"{label} has to return a number, not {number!r}")
-    return float(number)
-
-
-def _require(policy: SchedulingPolicy, holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise ConformanceError(f"{policy!r}: {otherwise}")

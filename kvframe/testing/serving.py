@@ -22,8 +22,9 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.testing.case import Case, Inputs, Learned, Request, draw_inputs
 from kvframe.testing.conformance import check_results, failure
 from kvframe.testing.effects import without_side_effects
-from kvframe.testing.runner import Content, Runner, tensors_of
+from kvframe.testing.runner import Content, Runner
 from kvframe.testing.runs import Run
+from kvframe.testing.writes import tensors_of
 
 _POISONS = (float("nan"), 1e4)
 """The values of all memory without live state, in turns. If a backend hides NaN, the large value shows the error."""

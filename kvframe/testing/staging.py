@@ -24,10 +24,9 @@ from kvframe.contract.specs import LayerSpec, align_up
 from kvframe.testing.case import Case, Learned, Request
 from kvframe.testing.grid import formats_of, in_format, make_layer, make_masks, usual_head_size
 from kvframe.testing.laws import ConformanceError
+from kvframe.testing.metadata import META
 from kvframe.testing.runner import Content, Runner
 from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, SOFT_CAP, StateForm, form_of
-
-META = torch.device("meta")
 
 MASKS = (
     *("full", "window=5", "window=5-sink_tokens=3", "bidirectional", "chunk=6", "stride=6", "function-stride=6"),

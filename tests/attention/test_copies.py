@@ -26,7 +26,8 @@ from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import KVFormat, StateTensor
 from kvframe.contract.order import BatchOrder
 from kvframe.contract.specs import AttentionSpec, LayerSpec
-from kvframe.testing.guard import ScalarGuard, guard
+from kvframe.testing.metadata import on_device
+from kvframe.testing.writes import WriteGuard, tensors_of
 from tests.attention.attending import CPU, MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local
 from tests.covering import keep
 from tests.models.rounding import rounding
@@ -188,8 +189,11 @@ def live(spec: AttentionSpec, position: int) -> list[int]:
 def test_a_step_asks_the_device_for_nothing_and_writes_to_no_metadata(name: str) -> None:
     bench = Bench(stored((*eight_layers(), *chunk_layers())), backend(name), [ORDERED])
     for requests in (MIXED, [(5, 1), (9, 1)]):
-        with ScalarGuard():
-            bench.attention.begin_step([guard(common) for common in bench.metadata(requests)])
+        metadata = bench.metadata(requests)
+        guard = WriteGuard([tensor for common in metadata for tensor in tensors_of(common)])
+        bench.attention.begin_step(metadata)
+        guard.check("a step writes to its metadata")
+        bench.attention.begin_step([on_device(common) for common in metadata])
 
 
 def test_another_cache_group_copies_its_own_pages_and_reads_the_same_metadata() -> None:

@@ -25,7 +25,8 @@ from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder, split_batch
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import group_layers
-from kvframe.testing.guard import ScalarGuard, guard
+from kvframe.testing.metadata import on_device
+from kvframe.testing.writes import WriteGuard, tensors_of
 from tests.attention.attending import MIXED, Bench, close, eight_layers, full, layer, local
 from tests.support.layers import share_caches
 from tests.support.plugins import plugin
@@ -357,8 +358,11 @@ def test_a_step_asks_the_device_for_nothing_and_writes_to_no_metadata(backend: s
         [wrapper.name for wrapper in group.wrappers] for group in bench.attention.groups
     ]
     for requests in (MIXED, [(5, 1), (9, 1)]):
-        with ScalarGuard():
-            bench.attention.begin_step([guard(common) for common in bench.metadata(requests)])
+        metadata = bench.metadata(requests)
+        guard = WriteGuard([tensor for common in metadata for tensor in tensors_of(common)])
+        bench.attention.begin_step(metadata)
+        guard.check("a step writes to its metadata")
+        bench.attention.begin_step([on_device(common) for common in metadata])
 
 
 SIZES: dict[str, int] = {"num_reqs": 6, "num_tokens": 30, "num_generating": 8, "max_query_len": 8, "max_seq_len": 40}

@@ -14,8 +14,7 @@ from kvframe.contract.errors import WrapperError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.loading.plugins import load_plugins
 from kvframe.testing.case import Request
-from kvframe.testing.guard import ScalarGuard, guard
-from kvframe.testing.metadata import make_metadata
+from kvframe.testing.metadata import make_metadata, on_device
 from tests.models.serving import GREEDY, PROMPTS, TinyModel
 from tests.programs import run_program
 from tests.support.plugins import plugin
@@ -88,23 +87,19 @@ def test_an_audit_takes_right_metadata_for_right() -> None:
 def on_a_device(change: Change) -> tuple[WrapperCall, CommonAttentionMetadata]:
     """Return a wrapper, and a step in place of one with tensors on a device."""
     Wrong.change = staticmethod(change)
-    return WrapperCall(Wrong(), ["a", "b"], torch.empty(100, 0)), guard(make_metadata([Request(9, 2)], block_size=4))
+    return WrapperCall(Wrong(), ["a", "b"], torch.empty(100, 0)), on_device(
+        make_metadata([Request(9, 2)], block_size=4)
+    )
 
 
 def test_what_lies_on_a_device_is_not_asked_for_unless_there_is_an_audit() -> None:
     call, metadata = on_a_device(lambda metadata: {"block_table": metadata.block_table + 1000})
-    with ScalarGuard():
-        assert metadata.slot_mapping is call(metadata).slot_mapping
+    assert metadata.slot_mapping is call(metadata).slot_mapping
 
 
 def test_what_the_host_knows_is_checked_of_a_device_too() -> None:
     call, metadata = on_a_device(longer)
-    with (
-        ScalarGuard(),
-        pytest.raises(
-            WrapperError, match="wrapper 'wrong', of the layer 'a' and 1 others, gives wrong values: seq_lens"
-        ),
-    ):
+    with pytest.raises(WrapperError, match="'wrong', of the layer 'a' and 1 others, gives wrong values: seq_lens"):
         call(metadata)
 
 

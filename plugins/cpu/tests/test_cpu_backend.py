@@ -18,9 +18,8 @@ from kvframe.testing.case import Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.framework import select_backends
 from kvframe.testing.grid import make_cases
-from kvframe.testing.guard import guard
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.metadata import make_metadata
+from kvframe.testing.metadata import make_metadata, on_device
 from kvframe.testing.suites import BackendTests
 
 CASES = make_cases(CpuBackend.capabilities)
@@ -109,7 +108,7 @@ def test_without_a_compiler_a_stack_that_names_it_is_refused() -> None:
 
 def test_building_never_waits_for_the_device() -> None:
     builder = CpuBackend([layer()], torch.device("cpu")).make_builder()
-    built = builder.build(guard(make_metadata([Request(40, 1), Request(0, 19), Request(4, 0, 0)], 16)))
+    built = builder.build(on_device(make_metadata([Request(40, 1), Request(0, 19), Request(4, 0, 0)], 16)))
     assert 3 == len(built.seq_lens)
 
 

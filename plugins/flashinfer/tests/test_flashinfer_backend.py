@@ -23,9 +23,8 @@ from kvframe.contract import RANGE_ENDS, AttentionBackend, Axis, Extension, Laye
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.guard import guard
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.metadata import make_metadata
+from kvframe.testing.metadata import make_metadata, on_device
 from kvframe.testing.staging import check_staging
 from kvframe.testing.suites import BackendTests, chains_of
 
@@ -372,7 +371,7 @@ def test_page_lists_are_made_on_the_host_without_waiting_for_the_device(library:
     _, backend = make_backend(library, window=20)
     builder = backend.make_builder()
     assert builder.on_host is not None
-    built = builder.finish(builder.build(guard(make_metadata([Request(40, 1), Request(0, 9), Request(7, 2)], 16))))
+    built = builder.finish(builder.build(on_device(make_metadata([Request(40, 1), Request(0, 9), Request(7, 2)], 16))))
     assert [1, 2] == [len(part.wrapper.seq_lens) for part in built.parts]
 
 

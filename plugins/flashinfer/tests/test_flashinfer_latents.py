@@ -18,8 +18,7 @@ from kvframe_kernels.flash_reference import paged_attention
 from kvframe.contract import RANGE_ENDS, AttentionBackend, Axis, Extension, LayerSpec
 from kvframe.testing.case import Case, Request
 from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.guard import guard
-from kvframe.testing.metadata import make_metadata
+from kvframe.testing.metadata import make_metadata, on_device
 from kvframe.testing.staging import check_staging
 from kvframe.testing.state import form_of
 from kvframe.testing.suites import BackendTests, chains_of
@@ -204,7 +203,7 @@ def test_a_size_that_is_refused_is_named(backend_class: type[AttentionBackend]) 
 def test_kernels_are_loaded_at_set_up_and_one_plan_serves_all_requests(backend_class: type[AttentionBackend]) -> None:
     builder = make_backend(backend_class).make_builder()
     assert ["auto"] == [wrapper.backend for wrapper in BatchMLAPagedAttentionWrapper.made]
-    built = builder.finish(builder.build(guard(make_metadata([Request(40, 1), Request(0, 9), Request(7, 2)], 16))))
+    built = builder.finish(builder.build(on_device(make_metadata([Request(40, 1), Request(0, 9), Request(7, 2)], 16))))
     (part,) = built.parts
     assert (12, [0, 1, 10, 12]) == (built.num_tokens, part.wrapper.query_starts.tolist())
     assert [41, 9, 9] == part.wrapper.seq_lens.tolist()

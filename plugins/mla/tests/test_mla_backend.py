@@ -21,9 +21,8 @@ from kvframe.contract import BackendError, LayerSpec, QuerySpec, Slots
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.guard import guard
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.metadata import make_metadata
+from kvframe.testing.metadata import make_metadata, on_device
 from kvframe.testing.runs import make_runs
 from kvframe.testing.sample import sample
 from kvframe.testing.serving import check_run
@@ -161,7 +160,7 @@ def test_the_number_of_dense_batches_does_not_grow_with_the_requests(num_reqs: i
 def test_building_never_waits_for_the_device() -> None:
     requests = [Request(40, 1), Request(0, 19), Request(23, 7), Request(16, 1), Request(0, 1), Request(4, 0, 0)]
     builder = MLABackend([layer()], torch.device("cpu")).make_builder()
-    assert 2 < len(builder.build(guard(make_metadata(requests, 4))))
+    assert 2 < len(builder.build(on_device(make_metadata(requests, 4))))
 
 
 def test_a_step_without_tokens_gives_zeros() -> None:

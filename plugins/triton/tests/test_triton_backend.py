@@ -21,10 +21,9 @@ from kvframe.testing.checks import Checks
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.framework import Staging, pad_metadata
 from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.guard import guard
 from kvframe.testing.hosts import LAYOUTS
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.metadata import make_metadata
+from kvframe.testing.metadata import make_metadata, on_device
 from kvframe.testing.runs import make_runs, sample_runs
 from kvframe.testing.sample import sample
 from kvframe.testing.staging import check_staging
@@ -192,7 +191,7 @@ def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(monkeypatch: pyte
 def test_building_never_waits_for_the_device() -> None:
     builder = TritonBackend([layer()], torch.device("cpu")).make_builder()
     requests = [Request(40, 1), Request(0, 19), Request(4000, 7), Request(16, 1), Request(0, 1), Request(4, 0, 0)]
-    assert 2 == len(builder.build(guard(make_metadata(requests, 16))).programs)
+    assert 2 == len(builder.build(on_device(make_metadata(requests, 16))).programs)
 
 
 @pytest.mark.parametrize("requests", [[Request(5000, 1)] * 3, [Request(41, 1), Request(3000, 700)]])
