@@ -105,7 +105,7 @@ def _find(request: _CheckRequest) -> tuple[PluginHost, Sequence[Any], Sequence[C
 
     host = load_plugins()
     modules = []
-    claims = [entry for catalogue in host.registry.catalogues.values() for entry in catalogue.claims()]
+    claims = host.registry.claims()
     entries = [entry for entry in claims if request.name in (entry.name, entry.id)]
     if not entries:
         records = [record for record in host.records if request.name in (record.name, record.id, record.distribution)]
@@ -115,7 +115,7 @@ def _find(request: _CheckRequest) -> tuple[PluginHost, Sequence[Any], Sequence[C
         if not records:
             modules = [_import(request.name, host, claims)]
             host = load_plugins(plugins=modules)
-            claims = [entry for catalogue in host.registry.catalogues.values() for entry in catalogue.claims()]
+            claims = host.registry.claims()
         owners = {record.id for record in records} or {f"{module.__name__}:{module.__name__}" for module in modules}
         entries = [entry for entry in claims if entry.plugin in owners]
         if not entries:

@@ -55,7 +55,7 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
     stack = read_stack(stack_file)
     torch_problem = _try_torch()
     host = load_plugins(stack.plugins)
-    entries = [entry for catalogue in host.registry.catalogues.values() for entry in catalogue.claims()]
+    entries = host.registry.claims()
     names = [_state_of(entry) for entry in entries]
     problems = [
         *([torch_problem] if torch_problem else []),

@@ -135,7 +135,7 @@ def _check_name(name: str, kind: Kind) -> None:
     if keyword.iskeyword(name) or name in kind.reserved or name == "kvframe":
         raise PluginError(f"the name {name!r} is reserved; choose another")
     host = load_plugins()
-    owners = {entry.owner for catalogue in host.registry.catalogues.values() for entry in catalogue.claims(name)}
+    owners = {entry.owner for entry in host.registry.claims(name)}
     owners |= {record.distribution for record in host.records if record.name == name}
     if owners:
         raise PluginError(f"the name {name!r} is registered by {', '.join(sorted(owners))}; choose another")

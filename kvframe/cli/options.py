@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,8 +15,6 @@ from kvframe.contract.specs import ITEM_BYTES
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack
     from kvframe.loading.plugins import PluginHost
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class TextType(click.ParamType[str]):
@@ -73,21 +70,14 @@ dtype_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 
 
-def read_stack(
-    stack_file: Path | None,
-    *,
-    model: Mapping[str, Any] = NOTHING,
-    limits: Mapping[str, Any] = NOTHING,
-    cache: Mapping[str, Any] = NOTHING,
-) -> Stack:
+def read_stack(stack_file: Path | None, **tables: Mapping[str, Any]) -> Stack:
     """Return the stack of a file, or the default one, with the command line's values in place of its own.
 
-    ``model``, ``limits`` and ``cache`` are values of these tables by key; None replaces nothing.
+    ``tables`` are those of ``Stack.with_options``.
     """
     from kvframe.config.stack import Stack
 
-    stack = Stack() if stack_file is None else Stack.from_file(stack_file)
-    return stack.with_options(model=model, limits=limits, cache=cache)
+    return (Stack() if stack_file is None else Stack.from_file(stack_file)).with_options(**tables)
 
 
 def load_checked_plugins(stack: Stack) -> PluginHost:

@@ -16,7 +16,7 @@ from kvframe.contract.errors import KVFrameError, UnknownNameError
 if TYPE_CHECKING:
     from kvframe.loading.claims import Claim
     from kvframe.loading.plugins import PluginRecord
-    from kvframe.loading.registry import Catalogue
+    from kvframe.loading.registry import Registry
 
 
 def _complete(context: click.Context, parameter: click.Parameter, prefix: str) -> list[CompletionItem]:
@@ -27,7 +27,7 @@ def _complete(context: click.Context, parameter: click.Parameter, prefix: str) -
         host = load_plugins()
     except KVFrameError:
         return []
-    claims = [entry for catalogue in host.registry.catalogues.values() for entry in catalogue.claims()]
+    claims = host.registry.claims()
     owners = {record.name: record.distribution for record in host.records} | {
         claim.name: claim.owner for claim in claims
     }
@@ -49,10 +49,10 @@ def plugins(wanted_names: tuple[str, ...], verbose: bool, stack_file: Path | Non
     from kvframe.loading.plugins import load_plugins
 
     host = load_plugins(read_stack(stack_file).plugins)
-    claims = [claim for catalogue in host.registry.catalogues.values() for claim in catalogue.claims()]
+    claims = host.registry.claims()
     records = _chosen(host.records, claims, wanted_names)
     plugin_ids = {record.id for record in records}
-    names = [entry for catalogue in host.registry.catalogues.values() for entry in _names(catalogue, check, plugin_ids)]
+    names = _names(host.registry, check, plugin_ids)
     if as_json:
         print_json(_to_dict(records, names))
     elif wanted_names or verbose:
@@ -136,38 +136,28 @@ def _print_whole(record: PluginRecord, names: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def _names(catalogue: Catalogue, check: bool, plugins: Collection[str]) -> list[dict[str, Any]]:
-    """Return these plugins' claims to names as plain values."""
-    contested_names = catalogue.contested()
+def _names(registry: Registry, check: bool, plugins: Collection[str]) -> list[dict[str, Any]]:
+    """Return these plugins' claims to names as plain values.
+
+    ``problem`` says why a name cannot be used. It is empty if the name can be used, or if only an import could show
+    that it cannot and ``check`` is False.
+    """
     return [
         {
-            "kind": catalogue.kind,
+            "kind": claim.kind,
             "name": claim.name,
             "owner": claim.owner,
             "plugin": claim.plugin,
-            "contested": claim.name in contested_names,
+            "contested": claim.name in registry.catalogues[claim.kind].contested(),
             "missing": list(claim.missing()),
             "outdated": list(claim.outdated()),
             "install": claim.install,
-            "problem": _problem(claim, check),
+            "problem": claim.problem(imports=check),
             "checked": check,
         }
-        for claim in catalogue.claims()
+        for claim in registry.claims()
         if claim.plugin in plugins
     ]
-
-
-def _problem(claim: Claim, check: bool) -> str:
-    """Return why a name cannot be used; empty if it can, or if only an import could show it and ``check`` is False."""
-    from kvframe.contract.errors import PluginError
-
-    problem = claim.problem()
-    if problem or not check:
-        return problem
-    try:
-        return claim.why_unusable(claim.load())
-    except PluginError as error:
-        return str(error)
 
 
 def _in_words(name: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -33,6 +33,9 @@ from kvframe.loading.checks import (
 
 T = TypeVar("T")
 
+
+KIND = "kind"
+"""The metadata of a field that holds registered names: their kind, a key of ``claims.KINDS``."""
 
 DISK = "disk"
 """The page store of the ``[cache]`` table's key ``disk``."""
@@ -108,6 +111,16 @@ def make_with_options(option_class: type[T], options: Mapping[str, Any]) -> T:
         raise ValueError(f"{safe_reason(error)}; its options: {', '.join(names) or 'none'}{hint}") from error
 
 
+def uses_in(table: Any) -> Iterator[tuple[str, str, Use]]:
+    """Yield the registered names in a table of options: the key, the kind, and the name with its options."""
+    for field in attrs.fields(type(table)):
+        value, kind = getattr(table, field.name), field.metadata.get(KIND)
+        if kind is not None and isinstance(value, Use):
+            yield field.name, kind, value
+        elif kind is not None and value is not None:
+            yield from ((f"{field.name}[{index}]", kind, use) for index, use in enumerate(value))
+
+
 AUTO = Use("auto")
 """Leaves the choice of a backend to kvframe."""
 
@@ -150,15 +163,15 @@ class CacheOptions:
     block_size: int = attrs.field(default=16, validator=WHOLE)
     hybrid: bool = attrs.field(default=True, validator=SWITCH)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", *ITEM_BYTES))
-    format: Use | None = attrs.field(default=None, converter=_as_use)
+    format: Use | None = attrs.field(default=None, converter=_as_use, metadata={KIND: "format"})
     prefix_caching: bool = attrs.field(default=True, validator=SWITCH)
-    eviction: Use = attrs.field(default=Use(LRU.name), converter=_as_use)
+    eviction: Use = attrs.field(default=Use(LRU.name), converter=_as_use, metadata={KIND: "eviction"})
     max_kept_percent: int = attrs.field(default=50, validator=WHOLE)
     preemption: Literal["recompute", "swap"] = attrs.field(default="recompute", validator=one_of("recompute", "swap"))
     host_memory: int | None = attrs.field(default=None, converter=_as_bytes, validator=SIZE_OR_NONE)
     disk: Mapping[str, Any] | None = attrs.field(default=None, validator=TABLE_OR_NONE)
-    stores: tuple[Use, ...] = ()
-    events: Use | None = attrs.field(default=None, converter=_as_event_publisher)
+    stores: tuple[Use, ...] = attrs.field(default=(), metadata={KIND: "page_store"})
+    events: Use | None = attrs.field(default=None, converter=_as_event_publisher, metadata={KIND: "event_publisher"})
     audit: bool = attrs.field(default=False, validator=SWITCH)
     key: str | None = attrs.field(default=None, validator=TEXT_OR_NONE, repr=False)
 
@@ -190,8 +203,8 @@ class ModelOptions:
 
     device: str = attrs.field(default="auto", validator=DEVICE)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", *MODEL_DTYPES))
-    prefill_skipping: Use | None = attrs.field(default=None, converter=_as_use)
-    drafts: Use | None = attrs.field(default=None, converter=_as_use)
+    prefill_skipping: Use | None = attrs.field(default=None, converter=_as_use, metadata={KIND: "wrapper"})
+    drafts: Use | None = attrs.field(default=None, converter=_as_use, metadata={KIND: "proposer"})
     compile: bool = attrs.field(default=False, validator=SWITCH)
     graphs: Literal["off", "auto"] | tuple[int, ...] = attrs.field(
         default="off", converter=_as_sizes, validator=GRAPH_SIZES
@@ -234,7 +247,7 @@ class EngineOptions:
             never overlap.
     """
 
-    scheduling: Use = attrs.field(default=Use(FCFS.name), converter=_as_use)
+    scheduling: Use = attrs.field(default=Use(FCFS.name), converter=_as_use, metadata={KIND: "scheduling"})
     reserve_prompts: bool = attrs.field(default=True, validator=SWITCH)
     max_samples: int = attrs.field(default=128, validator=WHOLE)
     max_stop_chars: int = attrs.field(default=8192, validator=WHOLE)
@@ -261,8 +274,8 @@ class Rule:
     kind: str | None = attrs.field(default=None, validator=TEXT_OR_NONE)
     layers: str | None = attrs.field(default=None, validator=TEXT_OR_NONE)
     spec: Mapping[str, Any] = attrs.field(factory=dict, validator=TABLE)
-    wrappers: tuple[Use, ...] | None = None
-    backend: Use | None = attrs.field(default=None, converter=_as_use)
+    wrappers: tuple[Use, ...] | None = attrs.field(default=None, metadata={KIND: "wrapper"})
+    backend: Use | None = attrs.field(default=None, converter=_as_use, metadata={KIND: "backend"})
     optional: bool = attrs.field(default=False, validator=SWITCH)
 
     def __attrs_post_init__(self) -> None:

@@ -9,25 +9,10 @@ from typing import Any
 
 import attrs
 
-from kvframe.config.options import AUTO, CacheOptions, EngineOptions, LimitOptions, ModelOptions, Rule
-from kvframe.contract.eviction import LRU
-from kvframe.contract.formats import PLAIN
-from kvframe.contract.scheduling import FCFS
+from kvframe.config.choices import UNREGISTERED
+from kvframe.config.options import AUTO, KIND, CacheOptions, EngineOptions, LimitOptions, ModelOptions, Rule
 from kvframe.loading.checks import TABLE, TEXT, Check
 from kvframe.loading.claims import KINDS
-
-_NAMED: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "format": ("format", (PLAIN.name,)),
-    "eviction": ("eviction", (LRU.name,)),
-    "stores": ("page_store", ()),
-    "events": ("event_publisher", ()),
-    "scheduling": ("scheduling", (FCFS.name,)),
-    "prefill_skipping": ("wrapper", ()),
-    "drafts": ("proposer", ()),
-    "wrappers": ("wrapper", ()),
-    "backend": ("backend", (AUTO.name,)),
-}
-"""The keys that hold registered names: the kind of the name, and names that are not registered."""
 
 
 def make_schema(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
@@ -97,8 +82,13 @@ def _table(options: type[Any], names: Mapping[str, Sequence[str]]) -> dict[str, 
 
 def _value(field: attrs.Attribute[Any], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Return the schema of one key's value."""
-    if field.name in _NAMED:
-        kind, unregistered_names = _NAMED[field.name]
+    if KIND in field.metadata:
+        kind = field.metadata[KIND]
+        unregistered_names = (
+            [AUTO.name]
+            if kind == "backend"
+            else [name for registered_kind, name in UNREGISTERED if registered_kind == kind]
+        )
         use = _use({**names, kind: [*unregistered_names, *names.get(kind, ())]}, kind)
         return {"type": "array", "items": use} if field.name in ("wrappers", "stores") else use
     assert isinstance(field.validator, Check)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import attrs
@@ -22,6 +21,7 @@ from kvframe.config.options import (
     ResolvedRule,
     Rule,
     Use,
+    uses_in,
 )
 from kvframe.contract.errors import (
     ContestedNameError,
@@ -53,7 +53,6 @@ __all__ = [
 
 
 _Options = TypeVar("_Options", CacheOptions, ModelOptions, LimitOptions)
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 _MAX_NEAREST = 500
 """The most layers whose names are compared with a rule's pattern."""
@@ -91,20 +90,14 @@ class Stack:
         of_disk = () if disk is None else (Use(DISK, disk, origin=f"{self.source}: cache.disk"),)
         return (*of_disk, *self.cache.stores)
 
-    def with_options(
-        self,
-        *,
-        model: Mapping[str, Any] = _NOTHING,
-        limits: Mapping[str, Any] = _NOTHING,
-        cache: Mapping[str, Any] = _NOTHING,
-    ) -> Stack:
+    def with_options(self, **tables: Mapping[str, Any]) -> Stack:
         """Return the stack with values of a command line in place of its own; None replaces nothing.
 
-        Raises ``StackError`` for a wrong value; the error names the option of the command line, such as ``--memory``.
+        ``tables`` are the values by key, of the tables ``model``, ``limits`` and ``cache``. Raises ``StackError`` for a
+        wrong value; the error names the option of the command line, such as ``--memory``.
         """
-        return attrs.evolve(
-            self, model=_over(self.model, model), limits=_over(self.limits, limits), cache=_over(self.cache, cache)
-        )
+        changes: dict[str, Any] = {name: _over(getattr(self, name), values) for name, values in tables.items()}
+        return attrs.evolve(self, **changes)
 
     def with_device(self) -> Stack:
         """Return a stack that names a device: its own; otherwise the first GPU, or the CPU if there is none."""
@@ -241,22 +234,11 @@ class Stack:
                 yield f"{key}.kind", "spec", Use(rule.kind)
             if "kind" in rule.spec:
                 yield f"{key}.spec.kind", "spec", Use(rule.spec["kind"])
-            if rule.backend is not None and rule.backend.name != AUTO.name:
-                yield f"{key}.backend", "backend", rule.backend
-            for number, wrapper in enumerate(rule.wrappers or ()):
-                yield f"{key}.wrappers[{number}]", "wrapper", wrapper
-        if self.cache.format is not None:
-            yield "cache.format", "format", self.cache.format
-        yield "cache.eviction", "eviction", self.cache.eviction
-        for use in self.page_stores:
-            yield use.origin.removeprefix(f"{self.source}: "), "page_store", use
-        if self.cache.events is not None:
-            yield "cache.events", "event_publisher", self.cache.events
-        yield "engine.scheduling", "scheduling", self.engine.scheduling
-        if self.model.prefill_skipping is not None:
-            yield "model.prefill_skipping", "wrapper", self.model.prefill_skipping
-        if self.model.drafts is not None:
-            yield "model.drafts", "proposer", self.model.drafts
+            yield from ((f"{key}.{name}", kind, use) for name, kind, use in uses_in(rule) if use.name != AUTO.name)
+        for table in ("cache", "engine", "model"):
+            yield from ((f"{table}.{name}", kind, use) for name, kind, use in uses_in(getattr(self, table)))
+        if self.cache.disk is not None:
+            yield "cache.disk", "page_store", self.page_stores[0]
 
 
 def has_gpu() -> bool:

@@ -205,16 +205,22 @@ class Claim:
             raise self._error(f"{safe_repr(self.target)} {unfit}")
         return part_class
 
-    def problem(self) -> str:
-        """Return why the name cannot be used, if that can be known without an import; otherwise an empty string."""
-        hint = f"; try: {self.install}" if self.install else ""
+    def problem(self, *, imports: bool = False) -> str:
+        """Return why the name cannot be used; empty if it can, as far as is known without an import of its class.
+
+        With ``imports``, the class is imported and asked too.
+        """
         missing_modules, old_versions = self.missing(), self.outdated()
         if missing_modules or old_versions:
+            hint = f"; try: {self.install}" if self.install else ""
             return f"needs {', '.join(missing_modules) or '; '.join(old_versions)}{hint}"
-        if not isinstance(self.target, str):
-            return ""
         try:
-            return call(f"looking for {self.target!r}", find_problem, self.target)
+            problem = (
+                "" if isinstance(self.target, type) else call(f"looking for {self.target!r}", find_problem, self.target)
+            )
+            if problem:
+                return problem
+            return self.why_unusable(self.load()) if imports else ""
         except PluginError as error:
             return str(error)
 

@@ -154,6 +154,10 @@ class Registry:
                 self.catalogues[kind]._claims = claims_before
             raise
 
+    def claims(self, name: str | None = None) -> list[Claim]:
+        """Return every claim of every kind to ``name``, or to any name."""
+        return [claim for catalogue in self.catalogues.values() for claim in catalogue.claims(name)]
+
     def note_set_aside(self, sentence: str) -> None:
         """Record why a plugin is not in use, for errors about the names that it would have registered."""
         self._set_aside.append(sentence)
