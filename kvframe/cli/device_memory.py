@@ -73,9 +73,9 @@ def print_device(device: DevicePlan) -> None:
     max_model_len = device.setup.max_model_len
     verdict = [("starts", "yes"), ("longest request", f"{longest:,} of {max_model_len:,} tokens")]
     if not longest:
-        taken = device.weight_bytes + device.reserved_bytes
+        taken_bytes = device.weight_bytes + device.reserved_bytes
         verb = "take" if device.cache_bytes <= 0 else "leave too little for a cache: they take"
-        verdict = [("starts", f"no: the weights and the reserve {verb} {format_bytes(taken)}")]
+        verdict = [("starts", f"no: the weights and the reserve {verb} {format_bytes(taken_bytes)}")]
     print_facts(
         "Device",
         [
@@ -89,7 +89,9 @@ def print_device(device: DevicePlan) -> None:
     changes = device.changes
     if changes:
         purpose = "" if longest else " so that it starts"
-        print_facts(f"What to change{purpose}, one of", [(str(index), each) for index, each in enumerate(changes, 1)])
+        print_facts(
+            f"What to change{purpose}, one of", [(str(index), change) for index, change in enumerate(changes, 1)]
+        )
     elif not longest:
         print_note("no number of ranks up to 64 and no format lets it start; a device with more memory does")
     for note in notes_of(device):

@@ -194,7 +194,7 @@ def _libraries(entries: Sequence[Claim]) -> list[dict[str, Any]]:
     providers = importlib.metadata.packages_distributions()
     libraries = []
     for module, claims in sorted(claims_by_module.items()):
-        is_installed = not any(missing.partition(".")[0] == module for missing in claims[0].missing())
+        is_installed = not any(missing_module.partition(".")[0] == module for missing_module in claims[0].missing())
         distributions = providers.get(module, []) if is_installed else []
         libraries.append(
             {

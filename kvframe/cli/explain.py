@@ -250,7 +250,7 @@ def _row(explanation: dict[str, Any], names: Mapping[str, str]) -> tuple[str, ..
         " → ".join(explanation["wrappers"]) or "none",
         _served_by(explanation, names),
     )
-    return (*cells, *(f"{other['backend']}: {other['reason']}" for other in explanation["others"]))
+    return (*cells, *(f"{candidate['backend']}: {candidate['reason']}" for candidate in explanation["others"]))
 
 
 def _by_reason(
@@ -259,9 +259,11 @@ def _by_reason(
     """Return each reason with its backends, each with its rows unless it has all; able backends come first."""
     rows_of: dict[tuple[bool, str], dict[str, list[int]]] = {}
     for number, row_others in others_by_row.items():
-        for other in row_others:
-            reason = bool(other["codes"]), _in_short(other, registry)
-            rows_of.setdefault(reason, {}).setdefault(names.get(other["backend"], other["backend"]), []).append(number)
+        for candidate in row_others:
+            reason = bool(candidate["codes"]), _in_short(candidate, registry)
+            rows_of.setdefault(reason, {}).setdefault(names.get(candidate["backend"], candidate["backend"]), []).append(
+                number
+            )
     return {
         reason: [
             name if len(rows) == len(others_by_row) else f"{name} ({_rows(rows)})" for name, rows in backends.items()

@@ -40,9 +40,9 @@ def check_model(path: Path, stack: Stack, host: PluginHost) -> ModelCheck:
     from kvframe.planning.recognise import describe_model
 
     try:
-        missing = _missing(describe_model(path, host.registry), host.registry)
-        if missing:
-            return _lacking(missing, host.records)
+        missing_names = _missing(describe_model(path, host.registry), host.registry)
+        if missing_names:
+            return _lacking(missing_names, host.records)
         return ModelCheck(facts=_facts(Setup.read(path, stack, host.registry)))
     except KVFrameError as error:
         return ModelCheck(problems=(str(error),))
@@ -60,8 +60,8 @@ def _missing(description: ModelDescription, registry: Registry) -> list[tuple[st
     ]
 
 
-def _lacking(missing: list[tuple[str, str]], records: Sequence[PluginRecord]) -> ModelCheck:
-    providers = {claim: provider_of(*claim) for claim in missing}
+def _lacking(missing_names: list[tuple[str, str]], records: Sequence[PluginRecord]) -> ModelCheck:
+    providers = {claim: provider_of(*claim) for claim in missing_names}
     not_loaded = {record.distribution: record for record in records if record.status != "loaded"}
     labels = {"spec": "attention type", "wrapper": "wrapper"}
     return ModelCheck(

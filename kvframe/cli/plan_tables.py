@@ -104,7 +104,7 @@ def print_plan(setup: Setup, lengths: Sequence[int]) -> None:
         *(["evicted blocks"] if any(tier.name == HOST_MEMORY for tier in tiers) else []),
         *(["preempted requests"] if setup.stack.cache.preemption == "swap" else []),
     ]
-    of_host = [("host memory", f"{format_bytes(host_bytes)} for {' and '.join(purposes)}")] if host_bytes else []
+    host_facts = [("host memory", f"{format_bytes(host_bytes)} for {' and '.join(purposes)}")] if host_bytes else []
     print_facts(
         "Memory",
         [
@@ -113,7 +113,7 @@ def print_plan(setup: Setup, lengths: Sequence[int]) -> None:
             *_bytes_held(cache_plan),
             ("wasted", f"{cache_plan.waste_fraction:.2%} of full slabs"),
             ("found again", _found_again(cache_plan)),
-            *of_host,
+            *host_facts,
         ],
     )
     print_table(
@@ -162,8 +162,8 @@ def _bytes_held(cache_plan: KVCachePlan) -> list[tuple[str, str]]:
     facts = []
     at_first, growing = cache_plan.bytes_per_token, cache_plan.growing_bytes_per_token
     if at_first:
-        later = f", {format_bytes(growing)} once the other groups hold their most"
-        words = " at any length" if growing == at_first else f" at first{later}"
+        later_text = f", {format_bytes(growing)} once the other groups hold their most"
+        words = " at any length" if growing == at_first else f" at first{later_text}"
         facts.append(("one more token", f"{format_bytes(at_first)}{words}"))
     if cache_plan.bytes_per_request:
         facts.append(("each request", f"{format_bytes(cache_plan.bytes_per_request)} at most, whatever its length"))

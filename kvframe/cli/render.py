@@ -249,8 +249,10 @@ def _fold(names: Sequence[list[str]]) -> list[str]:
         around = ("".join(parts[:counter]), "".join(parts[counter + 1 :]))
         numbers.setdefault(around, []).append(int(parts[counter]))
     return [
-        f"{before}{strings[0]}{after}" if len(strings) == 1 else f"{before}{{{_ranges(strings)}}}{after}"
-        for (before, after), strings in numbers.items()
+        f"{text_before}{strings[0]}{text_after}"
+        if len(strings) == 1
+        else f"{text_before}{{{_ranges(strings)}}}{text_after}"
+        for (text_before, text_after), strings in numbers.items()
     ]
 
 

@@ -196,9 +196,9 @@ def check_order(chain: Sequence[type[MetadataWrapper]]) -> None:
 
 def _misplaced(chain: Sequence[type[MetadataWrapper]]) -> str | None:
     """Return what is wrong with the order of a chain; None if it is right."""
-    for first, second in itertools.combinations(chain, 2):
-        for reason in sorted(({first.name} | first.effects) & second.not_after):
-            return f"wrapper {second.name!r} cannot come after {_because(first, reason)}"
+    for earlier_wrapper, later_wrapper in itertools.combinations(chain, 2):
+        for reason in sorted(({earlier_wrapper.name} | earlier_wrapper.effects) & later_wrapper.not_after):
+            return f"wrapper {later_wrapper.name!r} cannot come after {_because(earlier_wrapper, reason)}"
     return None
 
 

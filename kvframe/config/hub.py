@@ -52,14 +52,14 @@ def find_model(model: Path | str, *, weights: bool) -> Path:
 
 def _download(repository: str, revision: str | None, weights: bool) -> Path:
     """Return the folder of a repository's files in the cache of huggingface_hub."""
-    missing = f"there is no file or folder {repository}"
+    problem = f"there is no file or folder {repository}"
     try:
         import huggingface_hub
         from huggingface_hub import constants, errors
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError as error:
         raise ModelError(
-            f"{missing}; to download the repository of that id from the Hugging Face Hub: pip install huggingface_hub"
+            f"{problem}; to download the repository of that id from the Hugging Face Hub: pip install huggingface_hub"
         ) from error
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -79,18 +79,18 @@ def _download(repository: str, revision: str | None, weights: bool) -> Path:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
-            f"{missing}, and no repository of that id on the Hugging Face Hub that you may read"
+            f"{problem}, and no repository of that id on the Hugging Face Hub that you may read"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ModelError(f"the repository {repository} has no branch, tag or commit {revision}") from error
     except errors.LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hugging Face Hub cannot be reached"
         raise ModelError(
-            f"{missing}, {why}, and {_needed(repository, revision, weights, constants.HF_HUB_CACHE)}"
+            f"{problem}, {why}, and {_needed(repository, revision, weights, constants.HF_HUB_CACHE)}"
         ) from error
     except Exception as error:  # a library's errors of any kind: of the connection, the disk, the id
         reason = safe_text(error).partition("\n")[0]
-        raise ModelError(f"{missing}, and its repository cannot be downloaded: {shorten(reason)}") from error
+        raise ModelError(f"{problem}, and its repository cannot be downloaded: {shorten(reason)}") from error
     # Without a connection, a folder comes back that may hold only what an earlier command needed.
     if not (folder / "config.json").is_file() or (weights and not any(folder.glob("*.safetensors"))):
         raise ModelError(

@@ -94,15 +94,15 @@ def make_with_options(option_class: type[T], options: Mapping[str, Any]) -> T:
     """
     fields: list[Any] = [field for field in attrs.fields(option_class) if field.init]  # type: ignore[arg-type]
     names = [field.name for field in fields]
-    unknown = [name for name in options if name not in names]
-    nearest = nearest_of(unknown[0], names) if unknown else None
+    unknown_names = [name for name in options if name not in names]
+    nearest = nearest_of(unknown_names[0], names) if unknown_names else None
     hint = "" if nearest is None else f"; did you mean {nearest!r}?"
-    missing = [field.name for field in fields if field.default is attrs.NOTHING and field.name not in options]
+    missing_names = [field.name for field in fields if field.default is attrs.NOTHING and field.name not in options]
     try:
-        if unknown:
-            raise ValueError(f"there is no option {listed(map(shown, unknown))}")
-        if missing:
-            raise ValueError(f"{', '.join(map(repr, missing))} must be given")
+        if unknown_names:
+            raise ValueError(f"there is no option {listed(map(shown, unknown_names))}")
+        if missing_names:
+            raise ValueError(f"{', '.join(map(repr, missing_names))} must be given")
         return call(f"{option_class.__name__}()", partial(option_class, **options))
     except (PluginError, ValueError) as failure:
         error = failure.__cause__ if isinstance(failure, PluginError) else failure

@@ -87,8 +87,8 @@ class Stack:
     def page_stores(self) -> tuple[Use, ...]:
         """The page stores, in the order in which they are asked."""
         disk = self.cache.disk
-        of_disk = () if disk is None else (Use(DISK, disk, origin=f"{self.source}: cache.disk"),)
-        return (*of_disk, *self.cache.stores)
+        disk_uses = () if disk is None else (Use(DISK, disk, origin=f"{self.source}: cache.disk"),)
+        return (*disk_uses, *self.cache.stores)
 
     def with_options(self, **tables: Mapping[str, Any]) -> Stack:
         """Return the stack with values of a command line in place of its own; None replaces nothing.
@@ -302,9 +302,9 @@ def _with_origins(table: _Table, origin: str) -> _Table:
 
 def _stack_error(source: str, problems: Iterable[str]) -> StackError:
     """Return one error for all problems, or for the first ones: each needs a slow search for the nearest name."""
-    first = [*islice(problems, _MAX_PROBLEMS + 1)]
-    if len(first) == 1:
-        return StackError(f"{source}: {first[0]}")
-    is_all = len(first) <= _MAX_PROBLEMS
-    count = f"{len(first)} problems" if is_all else f"more than {_MAX_PROBLEMS} problems"
-    return StackError("\n  ".join([f"{source}: {count}", *first[:_MAX_PROBLEMS], *([] if is_all else ["…"])]))
+    first_problems = [*islice(problems, _MAX_PROBLEMS + 1)]
+    if len(first_problems) == 1:
+        return StackError(f"{source}: {first_problems[0]}")
+    is_all = len(first_problems) <= _MAX_PROBLEMS
+    count = f"{len(first_problems)} problems" if is_all else f"more than {_MAX_PROBLEMS} problems"
+    return StackError("\n  ".join([f"{source}: {count}", *first_problems[:_MAX_PROBLEMS], *([] if is_all else ["…"])]))

@@ -106,10 +106,10 @@ def problems_of(error: Exception, path: str = "") -> Iterator[str]:
         for key in sorted(error.extra_fields):
             yield f"{prefix}{shorten(key)}: {UnknownNameError('key', key, known_keys)}{_hint_at_table(key, known_keys)}"
     elif isinstance(error, cattrs.ClassValidationError):
-        fields, whole = error.group_exceptions()
+        fields, table_errors = error.group_exceptions()
         for part, note in fields:
             yield from problems_of(part, f"{prefix}{note.name}")
-        for part in whole:
+        for part in table_errors:
             yield from problems_of(part, path)
     elif isinstance(error, cattrs.IterableValidationError):
         for part, index_note in error.group_exceptions()[0]:

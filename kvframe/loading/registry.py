@@ -72,7 +72,7 @@ class Catalogue:
                 )
             if other_claim.owner == claim.owner:
                 raise PluginError(f"{self.label} {claim.name!r} is registered already, by {other_claim.plugin}")
-        self._claims[claim.name] = sorted([*claims, claim], key=lambda each: each.owner)
+        self._claims[claim.name] = sorted([*claims, claim], key=lambda claim_of_name: claim_of_name.owner)
 
     def get(self, name: str) -> Claim:
         """Return the claim that a registered name, or ``distribution:name``, stands for. Imports nothing.
@@ -145,12 +145,12 @@ class Registry:
 
     def add(self, claims: Sequence[Claim]) -> None:
         """Record all claims of one plugin; if ``Catalogue.add`` raises for one of them, record none."""
-        before = {kind: dict(catalogue._claims) for kind, catalogue in self.catalogues.items()}
+        claims_of_kinds = {kind: dict(catalogue._claims) for kind, catalogue in self.catalogues.items()}
         try:
             for claim in claims:
                 self.catalogues[claim.kind].add(claim)
         except (ContestedNameError, PluginError):
-            for kind, claims_before in before.items():
+            for kind, claims_before in claims_of_kinds.items():
                 self.catalogues[kind]._claims = claims_before
             raise
 

@@ -25,10 +25,10 @@ def find_problem(target: str) -> str:
     except (SyntaxError, ValueError) as error:
         return f"module {module!r} is not valid Python: {type(error).__name__}: {error.args[0]}"
     names = set(_bound_names(tree))
-    first = path.partition(".")[0]
-    if first in names or not names.isdisjoint({"*", "__getattr__"}):
+    first_name = path.partition(".")[0]
+    if first_name in names or not names.isdisjoint({"*", "__getattr__"}):
         return ""
-    return f"module {module!r} defines no {first!r}"
+    return f"module {module!r} defines no {first_name!r}"
 
 
 def _find_spec(module: str) -> ModuleSpec | None:

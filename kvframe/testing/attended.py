@@ -32,20 +32,20 @@ def find_difference(
     if drops and metadata.generating_indices_cpu is not None:
         kept_tokens = metadata.generating_indices_cpu[: metadata.num_generating].tolist()
     if wrapped.num_actual_tokens != len(kept_tokens):
-        which = "generate" if drops else "go in, and it does not declare that it drops tokens"
-        return f"{wrapped.num_actual_tokens} tokens come out where {len(kept_tokens)} {which}"
-    after = wrapper.wrapped_layer(layer).spec
-    before = after if CHANGES_MASK in wrapper.effects else layer.spec
-    if before is None or after is None:
+        condition = "generate" if drops else "go in, and it does not declare that it drops tokens"
+        return f"{wrapped.num_actual_tokens} tokens come out where {len(kept_tokens)} {condition}"
+    spec_after = wrapper.wrapped_layer(layer).spec
+    spec_before = spec_after if CHANGES_MASK in wrapper.effects else layer.spec
+    if spec_before is None or spec_after is None:
         return ""
-    expected = attended_slots(_as_declared(wrapper, layer, metadata, wrapped), before)
-    attended = attended_slots(wrapped, after)
+    slots_before = attended_slots(_as_declared(wrapper, layer, metadata, wrapped), spec_before)
+    slots_after = attended_slots(wrapped, spec_after)
     slots, new_slots = metadata.slot_mapping.tolist(), wrapped.slot_mapping.tolist()
     for row, token in enumerate(kept_tokens):
         if slots[token] != new_slots[row]:
             return f"token {token} of the batch has the slot {slots[token]} before and {new_slots[row]} after"
-        if expected[token] != attended[row]:
-            lost, new = sorted(expected[token] - attended[row]), sorted(attended[row] - expected[token])
+        if slots_before[token] != slots_after[row]:
+            lost, new = sorted(slots_before[token] - slots_after[row]), sorted(slots_after[row] - slots_before[token])
             return f"token {token} of the batch no longer attends to the slots {lost}, and attends to {new} instead"
     return ""
 

@@ -82,17 +82,21 @@ def backend_checks(
     runs = tuple(run for run in runs if all(keeps(run.case(layer, 0)) for layer in run.layers))
     if not cases or not runs:
         raise ConformanceError(f"backend {name or backend_class.__name__!r}: no case or no run is left to check")
-    sampled, where = sample(cases, together), runs_on or device
+    sampled_cases, run_device = sample(cases, together), runs_on or device
     checks = []
     if backend_class.options_class is not None:
         run = partial(_check_options, name or backend_class.__name__, backend_class)
         checks.append(Check(name="options", features=("options",), run=run))
-    checks += [_case_check(backend_class, case, where) for case in (cases if whole else sampled)]
+    checks += [_case_check(backend_class, case, run_device) for case in (cases if whole else sampled_cases)]
     # Neither the value of dead memory nor the host depends on the sizes of a step, so small steps are enough.
-    small, sampled = (tuple(case for case in part if not is_served(case.name)) for part in (tuple(cases), sampled))
-    checks += [_case_check(backend_class, case, where, LARGE) for case in (small if whole else sample(sampled, ()))]
-    checks += [_host_check(backend_class, case, where, host, writes_out) for case, host in in_other_hosts(small)]
-    checks += [_run_check(backend_class, run, where) for run in (runs if whole else sample_runs(runs, run_traits))]
+    small, sampled_cases = (
+        tuple(case for case in part if not is_served(case.name)) for part in (tuple(cases), sampled_cases)
+    )
+    checks += [
+        _case_check(backend_class, case, run_device, LARGE) for case in (small if whole else sample(sampled_cases, ()))
+    ]
+    checks += [_host_check(backend_class, case, run_device, host, writes_out) for case, host in in_other_hosts(small)]
+    checks += [_run_check(backend_class, run, run_device) for run in (runs if whole else sample_runs(runs, run_traits))]
     refused = dict(_refused(backend_class, device, form, formats))
     return Checks(
         part=f"backend {name or backend_class.__name__!r}", checks=tuple(checks), refused=refused, order=_ORDER
@@ -164,7 +168,7 @@ def _of_mask(spec: KVCacheSpec) -> Iterator[str]:
 
 def _of_layer(case: Case, with_lse: bool) -> Iterator[str]:
     query, spec = case.query, case.spec
-    used = {
+    uses = {
         "soft cap": query.soft_cap is not None,
         "learned sinks": query.has_sinks,
         "relative bias": query.relative_bias is not None,
@@ -174,7 +178,7 @@ def _of_layer(case: Case, with_lse: bool) -> Iterator[str]:
         _VALUE_SIZES: case.form is KEYS_AND_VALUES and case.form.head_size_v(spec) != query.head_size,
         _LSE: with_lse,
     }
-    yield from (feature for feature, is_used in used.items() if is_used)
+    yield from (feature for feature, is_used in uses.items() if is_used)
     yield str(case.stored_dtype).removeprefix("torch.")
     if spec.kv_format != PLAIN:
         yield f"format {spec.kv_format.name}"
@@ -191,13 +195,13 @@ def _of_batch(case: Case) -> Iterator[str]:
         yield "decodes"
     else:
         yield "prompts" if not any(request.num_computed for request in case.requests) else "mixed batches"
-    used = {
+    uses = {
         _NOT_CAUSAL: not case.causal,
         _HIDDEN: any(request.num_hidden for request in case.requests),
         _RANGES: any(request.ranges for request in case.requests),
         "padding": case.num_padding > 0,
     }
-    yield from (feature for feature, is_used in used.items() if is_used)
+    yield from (feature for feature, is_used in uses.items() if is_used)
 
 
 def _refused(
@@ -234,5 +238,5 @@ def _refused(
 
 def _in_dtype(spec: KVCacheSpec | None, dtype: str) -> KVCacheSpec:
     values: Any = spec
-    changed: KVCacheSpec = attrs.evolve(values, dtype=dtype)
-    return changed
+    changed_spec: KVCacheSpec = attrs.evolve(values, dtype=dtype)
+    return changed_spec

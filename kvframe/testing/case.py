@@ -127,10 +127,10 @@ class Case:
             candidates[torch.randperm(len(candidates), generator=generator)][: choice.max_chosen]
             for _ in range(request.num_new * choice.num_choosers)
         ]
-        drawn = torch.full((len(rows), choice.max_chosen), -1)
-        for row, chosen in zip(drawn, rows, strict=True):
-            row[: len(chosen)] = chosen
-        return drawn.clamp(min=-1).view(request.num_new, choice.num_choosers, -1).int()
+        padded_rows = torch.full((len(rows), choice.max_chosen), -1)
+        for row, drawn_numbers in zip(padded_rows, rows, strict=True):
+            row[: len(drawn_numbers)] = drawn_numbers
+        return padded_rows.clamp(min=-1).view(request.num_new, choice.num_choosers, -1).int()
 
     @property
     def stored_dtype(self) -> torch.dtype:

@@ -85,10 +85,10 @@ class Checks:
 
     def only(self, pattern: str) -> Checks:
         """Return the checks whose name matches a pattern (``"full-*"``); raise ``UnknownNameError`` if none does."""
-        chosen = tuple(check for check in self.checks if fnmatchcase(check.name, pattern))
-        if not chosen:
+        matching_checks = tuple(check for check in self.checks if fnmatchcase(check.name, pattern))
+        if not matching_checks:
             raise UnknownNameError("check", pattern, [check.name for check in self.checks], f"of {self.part}")
-        return attrs.evolve(self, checks=chosen, refused={})
+        return attrs.evolve(self, checks=matching_checks, refused={})
 
 
 @attrs.frozen(kw_only=True)
@@ -162,7 +162,7 @@ def find_backend(registry: Registry, name: str) -> type[AttentionBackend] | str:
     return "environment" if reason else backend_class
 
 
-def run_checks(checks: Checks, on_progress: Callable[[int], None] = lambda done: None) -> Report:
+def run_checks(checks: Checks, on_progress: Callable[[int], None] = lambda num_done: None) -> Report:
     """Run all checks, and return what was found; an exception of the part counts as a failure.
 
     ``on_progress`` is called after each check with the number of checks that were run.
@@ -170,7 +170,7 @@ def run_checks(checks: Checks, on_progress: Callable[[int], None] = lambda done:
     failures: dict[str, str] = {}
     errors: dict[str, Exception] = {}
     refusals: dict[str, str] = {}
-    for done, check in enumerate(checks.checks, start=1):
+    for num_done, check in enumerate(checks.checks, start=1):
         try:
             code = check.run()
             if code:
@@ -180,7 +180,7 @@ def run_checks(checks: Checks, on_progress: Callable[[int], None] = lambda done:
         except Exception as error:
             errors[check.name] = error
             failures[check.name] = f"{checks.part} on {check.name}: {type(error).__name__}: {safe_reason(error)}"
-        on_progress(done)
+        on_progress(num_done)
     rows = _judge(checks, failures, refusals)
     return Report(part=checks.part, rows=rows, failures=failures, errors=errors, num_checks=len(checks.checks))
 
@@ -234,11 +234,11 @@ def _judge(checks: Checks, failures: Collection[str], refusals: Mapping[str, str
         elif num_refused == len(names):
             row = Row(feature=feature, verdict="refused", codes=codes)
         rows.append(row)
-    refused = [
+    refused_rows = [
         Row(feature=name, verdict="refused", codes=codes) for name, codes in checks.refused.items() if name not in using
     ]
     places = {feature: index for index, feature in enumerate(checks.order)}
-    return tuple(sorted([*rows, *refused], key=lambda row: places.get(row.feature, len(places))))
+    return tuple(sorted([*rows, *refused_rows], key=lambda row: places.get(row.feature, len(places))))
 
 
 def _explain(

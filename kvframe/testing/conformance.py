@@ -64,19 +64,19 @@ def check_backend(
         ConformanceError: The output is wrong, or other memory was written.
         WrapperError: The case's chain refuses the layer or the step.
     """
-    chain, seen, _ = bind_chain(case.wrappers, case.layer)
+    chain, wrapped_layer, _ = bind_chain(case.wrappers, case.layer)
     layers = [case.layer]
     if case.layer.shares_with is not None:
         layers.insert(0, attrs.evolve(case.layer, name=case.layer.shares_with, shares_with=None))
     # One more layer in the group takes a part of each page, so that the layer's own parts are not contiguous.
     in_pool = [attrs.evolve(layers[0], name="neighbour"), *layers]
-    generator, where = torch.Generator().manual_seed(zlib.crc32(case.name.encode())), torch.device(device)
+    generator, torch_device = torch.Generator().manual_seed(zlib.crc32(case.name.encode())), torch.device(device)
     inputs = draw_inputs(case, generator)
     learned = Learned.draw(case, generator)
     step = {str(index): request for index, request in enumerate(case.requests)}
-    content = {case.layer.name: Content(dict(zip(step, inputs, strict=True)), learned.to(where))}
+    content = {case.layer.name: Content(dict(zip(step, inputs, strict=True)), learned.to(torch_device))}
     try:
-        runner = Runner(backend_class, [seen], [step], where, host=host, in_pool=in_pool)
+        runner = Runner(backend_class, [wrapped_layer], [step], torch_device, host=host, in_pool=in_pool)
         runner.bind(content)
         runner.prepare([case], content, step, poison)
         (metadata,) = runner.metadata(case, step)
@@ -96,32 +96,32 @@ def attention_checks(
 
     ``cases_of`` takes a backend's name and class, and returns cases by the names of their checks, or codes.
     """
-    checks, refused = list[Check](), dict[str, tuple[str, ...]]()
+    checks, refused_codes = list[Check](), dict[str, tuple[str, ...]]()
     for name in registry.backends.names():
         feature, backend_class = f"attention by {name}", find_backend(registry, name)
         if isinstance(backend_class, str):
-            refused[feature] = (backend_class,)
+            refused_codes[feature] = (backend_class,)
             continue
         cases, codes = cases_of(name, backend_class)
         for label, case in cases.items():
             checks.append(Check(name=label, features=(feature,), run=partial(check_backend, backend_class, case)))
         if codes:
-            refused[feature] = codes
-    return checks, refused
+            refused_codes[feature] = codes
+    return checks, refused_codes
 
 
 def check_results(case: Case, output: Output, inputs: Sequence[Inputs], learned: Learned) -> None:
     """Raise ``ConformanceError`` if a layer's output in a step differs from the reference by more than its bound."""
     if not len(output.rows):
         return
-    expected = make_reference(case, inputs, learned)
-    for how, attended in output.results.items():
-        reference = expected
-        if how == WITHOUT_SINKS:
+    full_reference = make_reference(case, inputs, learned)
+    for way, result in output.results.items():
+        reference = full_reference
+        if way == WITHOUT_SINKS:
             reference = make_reference(case, inputs, learned.without_sinks())
-        problem = find_problem(case, reference, attended, output.rows)
+        problem = find_problem(case, reference, result, output.rows)
         if problem:
-            raise ConformanceError(how + problem)
+            raise ConformanceError(way + problem)
 
 
 @attrs.frozen(eq=False)
@@ -132,23 +132,23 @@ class Reference:
     lse: tuple[torch.Tensor, torch.Tensor]
 
 
-def find_problem(case: Case, expected: Reference, attended: Attended, rows: torch.Tensor) -> str:
+def find_problem(case: Case, reference: Reference, result: Attended, rows: torch.Tensor) -> str:
     """Return a text about the wrong queries and the largest error; empty if no query is wrong.
 
     ``attended`` is what the backend returned for the packed queries ``rows``, with padding after them.
     """
-    output, lse = attended
-    problem = _find_error(case, expected.output, output, rows)
+    output, lse = result
+    problem = _find_error(case, reference.output, output, rows)
     if problem or lse is None:
         return problem
-    problem = _find_error(case, expected.lse, lse, rows)
+    problem = _find_error(case, reference.lse, lse, rows)
     return problem and f"the log-sum-exp: {problem}"
 
 
 def _find_error(
-    case: Case, expected: tuple[torch.Tensor, torch.Tensor], values: torch.Tensor, rows: torch.Tensor
+    case: Case, exact_and_bound: tuple[torch.Tensor, torch.Tensor], values: torch.Tensor, rows: torch.Tensor
 ) -> str:
-    exact, allowed = (part[rows] for part in expected)
+    exact, allowed = (part[rows] for part in exact_and_bound)
     values = values.cpu()[: len(exact)].double()
     # The log-sum-exp of a query that sees nothing is -inf.
     errors = torch.where(values == exact, 0.0, (values - exact).abs())
@@ -157,11 +157,11 @@ def _find_error(
     wrong = is_wrong.any(1).nonzero().flatten().tolist()
     if not wrong:
         return ""
-    first = wrong[0]
-    index, position = [*_positions(case)][int(rows[first])]
+    first_row = wrong[0]
+    index, position = [*_positions(case)][int(rows[first_row])]
     # argmax takes NaN for the largest.
-    worst = int((errors[first] - allowed[first]).argmax())
-    error, bound = float(errors[first].flatten()[worst]), float(allowed[first].flatten()[worst])
+    worst = int((errors[first_row] - allowed[first_row]).argmax())
+    error, bound = float(errors[first_row].flatten()[worst]), float(allowed[first_row].flatten()[worst])
     hint = "; NaN is state that is not live" if bool(errors[wrong].isnan().any()) else ""
     return (
         f"{len(wrong)} of {len(errors)} queries are wrong, the first at position {position} of request {index} "
@@ -174,10 +174,10 @@ def make_reference(case: Case, inputs: Sequence[Inputs], learned: Learned) -> Re
     parts = []
     for arguments, (key_size, value_size) in dense_arguments(case, inputs, learned):
         value, visible, dtype = arguments.pop("value"), arguments["visible"], case.query_dtype
-        scored = score_with_errors(**arguments, magnitude=key_size)
-        allowed = attention_error_bound(scored, value, visible, dtype=dtype, magnitude=value_size)
-        lse = torch.logsumexp(scored.logits, dim=-1).T
-        parts.append((weigh(scored.logits, value, visible), allowed, lse, lse_error_bound(scored, dtype=dtype)))
+        scores = score_with_errors(**arguments, magnitude=key_size)
+        allowed = attention_error_bound(scores, value, visible, dtype=dtype, magnitude=value_size)
+        lse = torch.logsumexp(scores.logits, dim=-1).T
+        parts.append((weigh(scores.logits, value, visible), allowed, lse, lse_error_bound(scores, dtype=dtype)))
     exact, bounds, exact_lse, lse_bounds = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return Reference((exact, bounds), (exact_lse, lse_bounds))
 
@@ -190,9 +190,11 @@ def dense_arguments(
     learned = learned.to(torch.float64)
     sizes = {name: tensor.abs() for name, tensor in learned.parameters.items()}
     for index, (request, tensors) in enumerate(zip(case.requests, inputs, strict=True)):
-        first = request.num_computed if request.num_keys is None else request.num_keys - request.num_new
+        first_position = request.num_computed if request.num_keys is None else request.num_keys - request.num_new
         hidden, ends = request.num_hidden, request.range_ends
-        visible = visible_tokens(spec, first, request.seq_len, causal=case.causal, num_hidden=hidden, range_ends=ends)
+        visible = visible_tokens(
+            spec, first_position, request.seq_len, causal=case.causal, num_hidden=hidden, range_ends=ends
+        )
         if case.query.choice is not None:
             visible = visible & chosen_tokens(case.query, case.chosen(index), request.seq_len)
         bias = None

@@ -53,13 +53,13 @@ def check_definition(
     def draw(length: int, heads: int, size: int) -> torch.Tensor:
         return torch.randn(length, heads, size, generator=generator).to(dtype)
 
-    needed = spec.inputs(side)
+    input_shapes = spec.inputs(side)
     requests = [
         (
             draw(length, num_heads, spec.head_size),
             draw(length, spec.num_kv_heads, spec.head_size),
             draw(length, spec.num_kv_heads, spec.head_size_v),
-            {name: torch.randn(length, *shape, generator=generator).to(dtype) for name, shape in needed.items()},
+            {name: torch.randn(length, *shape, generator=generator).to(dtype) for name, shape in input_shapes.items()},
         )
         for length in lengths
     ]
@@ -101,17 +101,19 @@ def find_wrong(
 
     def error_of(size: float) -> torch.Tensor:
         more = {name: rounded(tensor, size) for name, tensor in inputs.items()}
-        expected = spec.dense_attention(layer, rounded(query, size), rounded(key, size), value.double(), more)
-        error: torch.Tensor = (output.double() - expected).norm(dim=2) / expected.norm(dim=2).clamp_min(1e-30)
+        expected_output = spec.dense_attention(layer, rounded(query, size), rounded(key, size), value.double(), more)
+        error: torch.Tensor = (output.double() - expected_output).norm(dim=2) / expected_output.norm(dim=2).clamp_min(
+            1e-30
+        )
         return error
 
     allowed, error = _allowed(query.dtype), error_of(0.0)
     if not (error <= allowed).all():
         # Among few roundings, each of two choices that are equally good is made.
-        others = [error_of(4 * torch.finfo(query.dtype).eps) for _ in range(_NUM_ROUNDINGS)]
-        error = torch.where((torch.stack(others) <= allowed).any(0), torch.zeros_like(error), error)
-    of_tokens = error.amax(1)
-    return {token: float(of_tokens[token]) for token in torch.nonzero(~(of_tokens <= allowed)).flatten().tolist()}
+        rounded_errors = [error_of(4 * torch.finfo(query.dtype).eps) for _ in range(_NUM_ROUNDINGS)]
+        error = torch.where((torch.stack(rounded_errors) <= allowed).any(0), torch.zeros_like(error), error)
+    token_errors = error.amax(1)
+    return {token: float(token_errors[token]) for token in torch.nonzero(~(token_errors <= allowed)).flatten().tolist()}
 
 
 def _allowed(dtype: torch.dtype) -> float:

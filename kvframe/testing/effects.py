@@ -40,19 +40,19 @@ def without_side_effects(check: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(check)
     def checked(*arguments: P.args, **options: P.kwargs) -> T:
-        before = {name: read() for name, (read, _) in _STATE.items()}
+        values_before = {name: read() for name, (read, _) in _STATE.items()}
         failure: Exception | None = None
         try:
             result = check(*arguments, **options)
         except Exception as error:
             failure = error
-        changed = [name for name, (read, _) in _STATE.items() if before[name] != read()]
-        for name in changed:
-            _STATE[name][1](before[name])
-        if changed:
+        changed_names = [name for name, (read, _) in _STATE.items() if values_before[name] != read()]
+        for name in changed_names:
+            _STATE[name][1](values_before[name])
+        if changed_names:
             raise ConformanceError(
-                f"it changes {', '.join(changed)}, which the rest of the process uses too: set it again, or use an "
-                "object of its own"
+                f"it changes {', '.join(changed_names)}, which the rest of the process uses too: set it again, or use "
+                "an object of its own"
             ) from failure
         if failure is not None:
             raise failure

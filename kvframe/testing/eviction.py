@@ -97,7 +97,9 @@ class _PolicyInPool:
             pages = attrs.evolve(
                 pages, request_priorities=levels, seconds_left=np.full(len(uses), float(self.seconds_left))
             )
-        priorities = answer_of(f"{self.policy!r}: form: priorities()", self.policy.priorities, pages)
+        priorities: npt.NDArray[np.int64] = answer_of(
+            f"{self.policy!r}: form: priorities()", self.policy.priorities, pages
+        )
         arguments = ((pages.uses, uses), (pages.num_bytes, np.full(len(uses), PAGE_BYTES)), (pages.reuse, self.reuse))
         self.require(
             all(map(np.array_equal, *zip(*arguments, strict=True))), "form: priorities() writes to its argument"
@@ -108,42 +110,46 @@ class _PolicyInPool:
         self.require(is_right, f"form: priorities() has to return int64 of shape {uses.shape}, not {priorities!r}")
         return priorities.copy()
 
-    def require(self, holds: bool, otherwise: str) -> None:
+    def require(self, holds: bool, problem: str) -> None:
         if not holds:
-            where = f"in a pool of {self.capacity} bytes, with shares of reuse {self.reuse.tolist()}"
+            circumstances = f"in a pool of {self.capacity} bytes, with shares of reuse {self.reuse.tolist()}"
             if self.seconds_left is not None:
-                where += f", needed for {self.seconds_left} seconds, of requests of priority {self.request_priority}"
-            raise ConformanceError(f"{self.policy!r}: {otherwise}, {where}")
+                circumstances += (
+                    f", needed for {self.seconds_left} seconds, of requests of priority {self.request_priority}"
+                )
+            raise ConformanceError(f"{self.policy!r}: {problem}, {circumstances}")
 
-    def require_ascending(self, priorities: npt.NDArray[np.int64], what: str) -> None:
+    def require_ascending(self, priorities: npt.NDArray[np.int64], subject: str) -> None:
         is_ascending = all(one <= next_one for one, next_one in itertools.pairwise(priorities.tolist()))
-        self.require(is_ascending, f"{what} {priorities.tolist()}")
+        self.require(is_ascending, f"{subject} {priorities.tolist()}")
 
 
 def _check_hints(ask: _PolicyInPool) -> None:
     """Check that a page with a worse hint is not evicted later than one with a better hint."""
     for clock in CLOCKS:
         for priority in PRIORITIES.tolist():
-            of_seconds = [
+            priorities_by_seconds = [
                 attrs.evolve(ask, seconds_left=seconds, request_priority=priority)(clock, USES)
                 for seconds in SECONDS.tolist()
             ]
-            for column in np.stack(of_seconds).T:
+            for column in np.stack(priorities_by_seconds).T:
                 ask.require_ascending(column, f"hints: needed for {SECONDS.tolist()} seconds, priorities are")
         for seconds in SECONDS.tolist():
-            of_priority = [
+            priorities_by_urgency = [
                 attrs.evolve(ask, seconds_left=seconds, request_priority=priority)(clock, USES)
                 for priority in PRIORITIES.tolist()
             ]
-            for column in np.stack(of_priority).T:
+            for column in np.stack(priorities_by_urgency).T:
                 ask.require_ascending(column, f"hints: of requests of priority {PRIORITIES.tolist()}, they are")
 
 
 def _check_in_pool(ask: _PolicyInPool) -> None:
     priorities = np.stack([ask(clock, USES) for clock in CLOCKS])
     for clock, row in zip(CLOCKS, priorities, strict=True):
-        alone = np.concatenate([ask(clock, USES[[place]]) for place in range(len(USES))])
-        ask.require(np.array_equal(alone, row), "alone: priorities depend on the other pages that are released")
+        lone_priorities = np.concatenate([ask(clock, USES[[place]]) for place in range(len(USES))])
+        ask.require(
+            np.array_equal(lone_priorities, row), "alone: priorities depend on the other pages that are released"
+        )
         ask.require(
             np.array_equal(ask(clock, USES[::-1])[::-1], row), "alone: priorities depend on the order of the pages"
         )
@@ -151,5 +157,7 @@ def _check_in_pool(ask: _PolicyInPool) -> None:
     for uses, column in zip(USES.tolist(), priorities.T, strict=True):
         ask.require_ascending(column, f"age: used {uses} times, priorities at {list(CLOCKS)} are")
     if ask.capacity:
-        later = ask(CLOCKS[-2] + _LONG * ask.capacity, USES[:1])
-        ask.require(bool((priorities[-2] < later).all()), "forgetting: pages are kept for ever once they are used")
+        later_priority = ask(CLOCKS[-2] + _LONG * ask.capacity, USES[:1])
+        ask.require(
+            bool((priorities[-2] < later_priority).all()), "forgetting: pages are kept for ever once they are used"
+        )

@@ -115,30 +115,30 @@ class _Pages:
     def read(self, *pages: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Return the tokens of pages, ``[num_pages * block_size, num_kv_heads, size]``."""
         # The first and the last page are not part of ``out``, so they must stay as they are.
-        whole = {
+        padded_tensors = {
             name: torch.full((len(pages) + 2, BLOCK_SIZE, *shape), 7, dtype=dtype or self.dtype)
             for name, shape in self.shapes.items()
         }
-        out = {name: tensor[1 : 1 + len(pages)] for name, tensor in whole.items()}
+        out = {name: tensor[1 : 1 + len(pages)] for name, tensor in padded_tensors.items()}
         shapes, block_ids = [tensor.shape for tensor in out.values()], self.ids(*pages).int()
         guard = WriteGuard([self.pool, block_ids])
         with _naming(self.kv_format, "read() raises"):
             self.kv_format.read(dict(self.cache), block_ids, out)
         guard.check(f"{self.kv_format}: read() writes to the cache or to the block ids")
         require(shapes == [tensor.shape for tensor in out.values()], self.kv_format, "read() changes the shape of out")
-        for tensor in whole.values():
+        for tensor in padded_tensors.values():
             require((tensor[[0, -1]] == 7).all(), self.kv_format, "read() writes beside the pages of out")
-        return {name: tensor[1 : 1 + len(pages)].flatten(0, 1) for name, tensor in whole.items()}
+        return {name: tensor[1 : 1 + len(pages)].flatten(0, 1) for name, tensor in padded_tensors.items()}
 
 
 def _check_rounding(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
     pages = _Pages(kv_format, key, value)
     pages.write(key, value)
     read_values = pages.read(1, 2)
-    for name, expected in (("k", key), ("v", value)):
-        largest = expected.abs().amax(-1, keepdim=True).double()
+    for name, stored_values in (("k", key), ("v", value)):
+        largest = stored_values.abs().amax(-1, keepdim=True).double()
         allowed = (kv_format.rounding + torch.finfo(key.dtype).eps) * largest
-        error = (read_values[name].double() - expected.double()).abs()
+        error = (read_values[name].double() - stored_values.double()).abs()
         worst = float((error / largest).amax())
         require(
             bool((error <= allowed).all()),
@@ -154,32 +154,40 @@ def _check_rounding(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor)
 def _check_slots(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
     pages = _Pages(kv_format, key, value)
     pages.write(key, value)
-    others = torch.cat([pages.pool[: pages.page_bytes], pages.pool[3 * pages.page_bytes :]])
-    require((others == 255).all(), kv_format, "write() changes bytes of other pages")
+    other_bytes = torch.cat([pages.pool[: pages.page_bytes], pages.pool[3 * pages.page_bytes :]])
+    require((other_bytes == 255).all(), kv_format, "write() changes bytes of other pages")
     require((pages.pool[~pages.is_own] == 255).all(), kv_format, "write() changes bytes of other layers")
-    before, content = pages.read(1, 2), pages.pool.clone()
-    first = BLOCK_SIZE + 1  # one token in the middle of page 1
-    pages.write(2 * key[:1], 2 * value[:1], first)
-    after = pages.read(1, 2)
+    tokens_before, content = pages.read(1, 2), pages.pool.clone()
+    first_slot = BLOCK_SIZE + 1  # one token in the middle of page 1
+    pages.write(2 * key[:1], 2 * value[:1], first_slot)
+    tokens_after = pages.read(1, 2)
     untouched = [0, *range(2, 2 * BLOCK_SIZE)]
     for name in ("k", "v"):
-        require(same_bits(before[name][untouched], after[name][untouched]), kv_format, "write() changes other slots")
-    changed = (content != pages.pool).nonzero().flatten()
+        require(
+            same_bits(tokens_before[name][untouched], tokens_after[name][untouched]),
+            kv_format,
+            "write() changes other slots",
+        )
+    changed_bytes = (content != pages.pool).nonzero().flatten()
     start, stop = pages.page_bytes, 2 * pages.page_bytes
-    require(bool(((changed >= start) & (changed < stop)).all()), kv_format, "write() changes bytes of other pages")
-    nothing = pages.pool.clone()
+    require(
+        bool(((changed_bytes >= start) & (changed_bytes < stop)).all()),
+        kv_format,
+        "write() changes bytes of other pages",
+    )
+    content_before = pages.pool.clone()
     pages.write(key[:0], value[:0])
-    require(same_bits(nothing, pages.pool), kv_format, "writing no token changes something")
+    require(same_bits(content_before, pages.pool), kv_format, "writing no token changes something")
 
 
 def _check_reading(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
     pages = _Pages(kv_format, key, value)
     pages.write(key, value)
-    in_order, other = pages.read(1, 2), pages.read(2, 1, 2)
+    in_order, repeated_pages = pages.read(1, 2), pages.read(2, 1, 2)
     for name in ("k", "v"):
-        first, second = in_order[name].split(BLOCK_SIZE)
-        repeated = torch.cat([second, first, second])
-        require(same_bits(other[name], repeated), kv_format, "a page is read differently beside other pages")
+        first_page, second_page = in_order[name].split(BLOCK_SIZE)
+        repeated = torch.cat([second_page, first_page, second_page])
+        require(same_bits(repeated_pages[name], repeated), kv_format, "a page is read differently beside other pages")
     pages.read()
     wide = pages.read(1, 2, dtype=torch.float64)
     for name in ("k", "v"):
@@ -261,8 +269,8 @@ def format_checks(
         for size, size_v in HEAD_SIZES
     ]
     registry = load_plugins().registry if registry is None else registry
-    attention, refused = attention_checks(registry, partial(_cases_of, kv_format, registry, whole))
-    return Checks(part=part, checks=(*checks, *attention), refused=refused)
+    attention, refused_codes = attention_checks(registry, partial(_cases_of, kv_format, registry, whole))
+    return Checks(part=part, checks=(*checks, *attention), refused=refused_codes)
 
 
 def _cases_of(
@@ -277,8 +285,8 @@ def _cases_of(
         return {}, ("format",)
     if refusals := capabilities.refusals(layer, "cpu"):
         return {}, tuple(refusal.code for refusal in refusals)
-    others = sorted(capabilities.formats - {"plain", kv_format.name})
-    formats = [kv_format, *(registry.formats.load(other)() for other in others)]
+    other_formats = sorted(capabilities.formats - {"plain", kv_format.name})
+    formats = [kv_format, *(registry.formats.load(other)() for other in other_formats)]
     cases = make_cases(capabilities, formats=formats, only=f"{kv_format.name}-*")
-    chosen = cases if whole else sample([case for case in cases if "-full" in case.name], ())
-    return {f"{backend}-{case.name}": case for case in chosen}, ()
+    chosen_cases = cases if whole else sample([case for case in cases if "-full" in case.name], ())
+    return {f"{backend}-{case.name}": case for case in chosen_cases}, ()

@@ -112,12 +112,12 @@ def make_cases(
     for chain in chains:
         all_cases += _chain_cases(chain, read_formats, capabilities, device, form)
     _require_cases(all_cases, refusals, device, chains, read_formats if formats is not None else ())
-    named = tuple(attrs.evolve(case, form=form) for case in all_cases if fnmatchcase(case.name, only))
-    if not named:
+    matching_cases = tuple(attrs.evolve(case, form=form) for case in all_cases if fnmatchcase(case.name, only))
+    if not matching_cases:
         raise ConformanceError(
             f"no case has a name like {only!r}; the {len(all_cases)} cases begin with {all_cases[0].name!r}"
         )
-    return named
+    return matching_cases
 
 
 def _require_cases(
@@ -212,10 +212,10 @@ def make_layer(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES, **
         (query if name in query_fields else stored)[name] = value
     if query.get("alibi_slopes") is not None:
         query["alibi_slopes"] = tuple(islice(cycle(query["alibi_slopes"]), query["num_heads"]))
-    unknown = sorted(set(stored) - {field.name for field in attrs.fields(form.spec_class)})
-    if unknown:
+    unknown_names = sorted(set(stored) - {field.name for field in attrs.fields(form.spec_class)})
+    if unknown_names:
         raise ConformanceError(
-            f"spec_sizes or an option names {', '.join(unknown)}, which {form.spec_class.__name__} lacks"
+            f"spec_sizes or an option names {', '.join(unknown_names)}, which {form.spec_class.__name__} lacks"
         )
     return LayerSpec(name="layer", spec=form.spec_class(**stored), query=QuerySpec(**query))
 
@@ -315,11 +315,11 @@ def formats_of(capabilities: Capabilities, formats: Sequence[KVFormat] | None) -
     own_formats = capabilities.formats - {PLAIN.name}
     if formats is None:
         formats = installed_formats() if capabilities.takes_copies or own_formats else ()
-    missing = sorted(own_formats - {kv_format.name for kv_format in formats})
-    if missing:
+    missing_formats = sorted(own_formats - {kv_format.name for kv_format in formats})
+    if missing_formats:
         raise ConformanceError(
-            f"the capabilities declare the formats {', '.join(missing)}, which no installed plugin provides; install "
-            "it, or give the formats to check"
+            f"the capabilities declare the formats {', '.join(missing_formats)}, which no installed plugin provides; "
+            "install it, or give the formats to check"
         )
     return [kv_format for kv_format in formats if capabilities.takes_copies or kv_format.name in capabilities.formats]
 
@@ -370,10 +370,10 @@ def chain_refusals(chain: WrapperChain, layer: LayerSpec, capabilities: Capabili
     """Return every reason why a chain or the backend refuses a layer; empty if both serve it."""
     try:
         check_order([type(wrapper) for wrapper in chain])
-        _, seen, required = bind_chain(chain, layer)
+        _, wrapped_layer, required = bind_chain(chain, layer)
     except WrapperError as error:
         return [Refusal(error.code, str(error))]
-    return capabilities.refusals(seen, device, required)
+    return capabilities.refusals(wrapped_layer, device, required)
 
 
 def _chain_cases(

@@ -135,17 +135,17 @@ class OtherHost(Host):
         columns = torch.arange(width + _MORE_COLUMNS, device=table.device)
         stale = 1 + (columns + torch.arange(num_reqs, device=table.device)[:, None]) % (self._num_pages - 1)
         num_blocks = -(-metadata.seq_lens.long() // metadata.block_size)
-        whole = torch.cat([table, table.new_zeros(num_reqs, _MORE_COLUMNS)], dim=1)
-        table = torch.where(columns < num_blocks[:, None], whole, stale)
-        changed = attrs.evolve(
+        padded_table = torch.cat([table, table.new_zeros(num_reqs, _MORE_COLUMNS)], dim=1)
+        table = torch.where(columns < num_blocks[:, None], padded_table, stale)
+        changed_metadata = attrs.evolve(
             metadata,
             block_table=table.to(metadata.block_table.dtype),
             slot_mapping=self.slots(metadata.slot_mapping, metadata.block_size).flat,
         )
         if exact:
-            return changed
+            return changed_metadata
         return attrs.evolve(
-            changed,
+            changed_metadata,
             seq_lens_cpu=metadata.seq_lens_cpu + _MORE_TOKENS,
             max_seq_len=metadata.max_seq_len + _MORE_TOKENS,
             exact_lens=False,
@@ -204,9 +204,9 @@ def in_other_hosts(cases: Sequence[Case]) -> Iterator[tuple[Case, OtherHost]]:
 
     The layouts take turns. Each occurs at least once with keys and values, or another state, in the plain format.
     """
-    sampled = sample(cases, ())
-    plain = [case for case in sampled if case.spec.kv_format == PLAIN]
-    formatted = [case for case in sampled if case.spec.kv_format != PLAIN]
+    sampled_cases = sample(cases, ())
+    plain = [case for case in sampled_cases if case.spec.kv_format == PLAIN]
+    formatted = [case for case in sampled_cases if case.spec.kv_format != PLAIN]
     for part, num_cases in ((plain, max(len(plain), len(LAYOUTS))), (formatted, len(formatted))):
         for case, layout in itertools.islice(zip(itertools.cycle(part), itertools.cycle(LAYOUTS)), num_cases):
             yield case, OtherHost(layout)
@@ -290,8 +290,8 @@ def _interleaved(
     dtype = getattr(torch, next(iter(state.values())).dtype)
     shape = num_pages, *outer.pop(), sum(sizes)
     pool = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
-    whole = _viewed(pool.view(dtype), shape, heads_first)
-    return pool, dict(zip(state, whole.split(sizes, dim=-1), strict=True))
+    vectors = _viewed(pool.view(dtype), shape, heads_first)
+    return pool, dict(zip(state, vectors.split(sizes, dim=-1), strict=True))
 
 
 def _padded_bytes(tensor: StateTensor) -> int:

@@ -52,40 +52,44 @@ def check_kept(spec: KVCacheSpec, *, num_heads: int = 4, num_tokens: int = 0, se
     prompt = draw(state, num_tokens)
     live = {name: num_covered(entry.live_ranges(num_tokens)) for name, entry in spec.entries.items()}
     entries = {name: draw(entry.state_tensors(), live[name]) for name, entry in spec.entries.items()}
-    before = _copy(prompt), {name: _copy(entry) for name, entry in entries.items()}
-    whose = f"cache spec {spec.kind!r}: choose_kept()"
-    chosen = choose_tokens(layer, budget, prompt, entries)
-    for state_after, state_before in zip([prompt, *entries.values()], [before[0], *before[1].values()], strict=True):
+    values_before = _copy(prompt), {name: _copy(entry) for name, entry in entries.items()}
+    label = f"cache spec {spec.kind!r}: choose_kept()"
+    choice = choose_tokens(layer, budget, prompt, entries)
+    for state_after, state_before in zip(
+        [prompt, *entries.values()], [values_before[0], *values_before[1].values()], strict=True
+    ):
         for name, tensor in state_after.items():
             if not torch.equal(tensor, state_before[name]):
-                raise ConformanceError(f"{whose} writes to {name!r}, which other requests and later steps read")
-    if not torch.equal(chosen, choose_tokens(layer, budget, prompt, entries)):
-        raise ConformanceError(f"{whose} chooses other tokens if it is asked again: a preempted request would differ")
+                raise ConformanceError(f"{label} writes to {name!r}, which other requests and later steps read")
+    if not torch.equal(choice, choose_tokens(layer, budget, prompt, entries)):
+        raise ConformanceError(f"{label} chooses other tokens if it is asked again: a preempted request would differ")
     for factor in (1, 8):
         large = {name: tensor * factor for name, tensor in prompt.items()}
-        rounded = choose_tokens(layer, budget, large, entries)
-        exact = choose_tokens(layer, budget, _double(large), {name: _double(entry) for name, entry in entries.items()})
+        rounded_choice = choose_tokens(layer, budget, large, entries)
+        exact_choice = choose_tokens(
+            layer, budget, _double(large), {name: _double(entry) for name, entry in entries.items()}
+        )
         num_other = max(
             len({*chosen_tokens.tolist()} - {*exact_tokens.tolist()})
-            for chosen_tokens, exact_tokens in zip(rounded, exact, strict=True)
+            for chosen_tokens, exact_tokens in zip(rounded_choice, exact_choice, strict=True)
         )
         if num_other > max(1, budget // _MOST_NEARLY_EQUAL):
             raise ConformanceError(
-                f"{whose} chooses {num_other} other tokens of {budget} in {state['k'].dtype} than in float64, of keys "
+                f"{label} chooses {num_other} other tokens of {budget} in {state['k'].dtype} than in float64, of keys "
                 f"about {factor} in size: its scores are rounded away"
             )
-    for head in range(len(chosen)):
-        others = draw(state, num_tokens)
+    for head in range(len(choice)):
+        other_prompt = draw(state, num_tokens)
         other_entries = {name: draw(entry.state_tensors(), live[name]) for name, entry in spec.entries.items()}
-        for name, tensor in others.items():
+        for name, tensor in other_prompt.items():
             tensor[:, head] = prompt[name][:, head]
-        queries = slice(head * num_heads // len(chosen), (head + 1) * num_heads // len(chosen))
+        queries = slice(head * num_heads // len(choice), (head + 1) * num_heads // len(choice))
         for name, entry in other_entries.items():
             for tensor_name, tensor in entry.items():
                 tensor[:, queries] = entries[name][tensor_name][:, queries]
-        if not torch.equal(chosen[head], choose_tokens(layer, budget, others, other_entries)[head]):
+        if not torch.equal(choice[head], choose_tokens(layer, budget, other_prompt, other_entries)[head]):
             raise ConformanceError(
-                f"{whose}: KV head {head} chooses other tokens if other heads have other keys, values or queries, so a "
+                f"{label}: KV head {head} chooses other tokens if other heads have other keys, values or queries, so a "
                 "rank that has some of the heads would choose differently"
             )
 

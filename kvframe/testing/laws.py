@@ -42,10 +42,10 @@ def answer_of(label: str, method: Callable[..., Any], *arguments: Any) -> Any:
 
 def masked_tokens(mask: AttentionMask, position: int) -> set[int]:
     """Return the positions before ``position`` that a query there sees, by the definition of the mask."""
-    first = 0 if mask.window is None else position - mask.window + 1
+    first_token = 0 if mask.window is None else position - mask.window + 1
     if mask.chunk is not None:
-        first = position - position % mask.chunk
-    return {token for token in range(position) if token >= first or token < mask.num_sink_tokens}
+        first_token = position - position % mask.chunk
+    return {token for token in range(position) if token >= first_token or token < mask.num_sink_tokens}
 
 
 def check_spec(spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0) -> None:
@@ -63,11 +63,11 @@ def check_spec(spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0)
 def check_law(law: str, spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0) -> None:
     """Check one of the ``LAWS``, and with it that live ranges keep the law of the past."""
     live = [_ask(spec, n) for n in range(max_tokens + 1)]
-    LAWS[law](_Asked(spec, live, max_tokens, num_refused))
+    LAWS[law](_SpecAnswers(spec, live, max_tokens, num_refused))
 
 
 @attrs.frozen(eq=False)
-class _Asked:
+class _SpecAnswers:
     """A spec with its live ranges at every position up to ``max_tokens``."""
 
     spec: KVCacheSpec
@@ -76,22 +76,22 @@ class _Asked:
     num_refused: int
 
 
-def _check_past(asked: _Asked) -> None:
-    for n, ranges in enumerate(asked.live):
-        again = _ask(asked.spec, n)
-        what = f"live_ranges({n}) is {ranges} the first time and {again} the second time"
-        require(ranges == again, asked.spec, what)
-    if not asked.spec.keeps_past:
-        live = next(filter(None, asked.live), ())
-        require(not live, asked.spec, f"keeps_past is False, and live_ranges gives {live}")
+def _check_past(answers: _SpecAnswers) -> None:
+    for n, ranges in enumerate(answers.live):
+        second_ranges = _ask(answers.spec, n)
+        problem = f"live_ranges({n}) is {ranges} the first time and {second_ranges} the second time"
+        require(ranges == second_ranges, answers.spec, problem)
+    if not answers.spec.keeps_past:
+        live = next(filter(None, answers.live), ())
+        require(not live, answers.spec, f"keeps_past is False, and live_ranges gives {live}")
 
 
-def _check_forgetting(asked: _Asked) -> None:
-    spec, live = asked.spec, asked.live
-    for n in range(asked.max_tokens):
+def _check_forgetting(answers: _SpecAnswers) -> None:
+    spec, live = answers.spec, answers.live
+    for n in range(answers.max_tokens):
         returned = _tokens(live[n + 1]) - _tokens(live[n]) - {n}
-        what = f"law of forgetting: tokens {sorted(returned)} are live at {n + 1} and were not at {n}"
-        require(not returned, spec, what)
+        problem = f"law of forgetting: tokens {sorted(returned)} are live at {n + 1} and were not at {n}"
+        require(not returned, spec, problem)
     if spec.num_rollback_states:
         require(spec.states_per_block == 1, spec, "it has num_rollback_states, and several states_per_block")
         for n, ranges in enumerate(live):
@@ -99,19 +99,21 @@ def _check_forgetting(asked: _Asked) -> None:
             require(is_last, spec, f"num_rollback_states is for the last token's state, and live at {n} is {ranges}")
 
 
-def _check_mask(asked: _Asked) -> None:
-    mask = asked.spec.mask
+def _check_mask(answers: _SpecAnswers) -> None:
+    mask = answers.spec.mask
     if mask is not None and mask.causal:
-        for n, ranges in enumerate(asked.live):
-            seen, live_tokens = masked_tokens(mask, n), _tokens(ranges)
+        for n, ranges in enumerate(answers.live):
+            seen_tokens, live_tokens = masked_tokens(mask, n), _tokens(ranges)
             require(
-                seen == live_tokens, asked.spec, f"at {n} the mask shows {sorted(seen)}, live are {sorted(live_tokens)}"
+                seen_tokens == live_tokens,
+                answers.spec,
+                f"at {n} the mask shows {sorted(seen_tokens)}, live are {sorted(live_tokens)}",
             )
 
 
-def _check_mask_function(asked: _Asked) -> None:
+def _check_mask_function(answers: _SpecAnswers) -> None:
     """Check that a mask function agrees with the live ranges, for all positions at once and for each alone."""
-    spec, live = asked.spec, asked.live
+    spec, live = answers.spec, answers.live
     function, is_causal = spec.mask_function, spec.mask is None or spec.mask.causal
     if spec.is_sparse:
         require(spec.mask is None, spec, "is_sparse is True, and a mask shows every live token")
@@ -120,26 +122,30 @@ def _check_mask_function(asked: _Asked) -> None:
         return
     positions = np.arange(len(live))
     try:
-        shown, shown_alone = np.asarray(function(positions[:, None], positions[None, :])), bool(function(1, 0))
+        mask_values, lone_value = np.asarray(function(positions[:, None], positions[None, :])), bool(function(1, 0))
     except (TypeError, ValueError) as error:
         raise ConformanceError(f"{spec}: mask_function does not take arrays of positions: {error}") from error
     shape = (len(live), len(live))
     require(
-        shown.shape == shape and shown.dtype == np.bool_,
+        mask_values.shape == shape and mask_values.dtype == np.bool_,
         spec,
-        f"mask_function returns {shown.shape}, {shown.dtype} for all positions, not {shape}, bool",
+        f"mask_function returns {mask_values.shape}, {mask_values.dtype} for all positions, not {shape}, bool",
     )
-    _require_equal(spec, "mask_function(1, 0)", bool(shown[1, 0]), shown_alone)
+    _require_equal(spec, "mask_function(1, 0)", bool(mask_values[1, 0]), lone_value)
     for n, ranges in enumerate(live):
-        seen = set(shown[n].nonzero()[0].tolist())
-        expected = _tokens(ranges) | {n} if is_causal else _seen_both_ways(spec, n, len(live))
-        what = f"at {n} mask_function shows {sorted(seen)}, live and its own are {sorted(expected)}"
+        shown_tokens = set(mask_values[n].nonzero()[0].tolist())
+        required_tokens = _tokens(ranges) | {n} if is_causal else _seen_both_ways(spec, n, len(live))
+        problem = f"at {n} mask_function shows {sorted(shown_tokens)}, live and its own are {sorted(required_tokens)}"
         if spec.is_sparse:
-            require(seen <= expected, spec, what)
-            require(n in seen, spec, f"at {n} mask_function does not show the query itself")
+            require(shown_tokens <= required_tokens, spec, problem)
+            require(n in shown_tokens, spec, f"at {n} mask_function does not show the query itself")
             continue
-        hint = "; a type whose queries see fewer tokens than are live declares is_sparse" if seen < expected else ""
-        require(seen == expected, spec, what + hint)
+        hint = (
+            "; a type whose queries see fewer tokens than are live declares is_sparse"
+            if shown_tokens < required_tokens
+            else ""
+        )
+        require(shown_tokens == required_tokens, spec, problem + hint)
 
 
 def _seen_both_ways(spec: KVCacheSpec, n: int, num_tokens: int) -> set[int]:
@@ -153,33 +159,35 @@ def _seen_both_ways(spec: KVCacheSpec, n: int, num_tokens: int) -> set[int]:
 def _ask(spec: KVCacheSpec, n: int) -> tuple[TokenRange, ...]:
     """Return the live ranges at a position; raise if they break the law of the past."""
     ranges: Any = spec.live_ranges(n)
-    what = f"law of the past: live_ranges({n}) is {ranges}, not sorted, disjoint and within [0, {n}), in pairs of int"
-    require(are_ranges(ranges, 0, n), spec, what)
+    problem = (
+        f"law of the past: live_ranges({n}) is {ranges}, not sorted, disjoint and within [0, {n}), in pairs of int"
+    )
+    require(are_ranges(ranges, 0, n), spec, problem)
     return tuple(ranges)
 
 
-def _check_format(asked: _Asked) -> None:
+def _check_format(answers: _SpecAnswers) -> None:
     """Check that a spec with a format can leave it and return to it, and keeps the same tokens in every format."""
-    spec = asked.spec
+    spec = answers.spec
     plain = spec.in_format(PLAIN)
     require(plain.kv_format == PLAIN, spec, f"in_format(PLAIN) is in the format {plain.kv_format.name}")
-    again = plain.in_format(spec.kv_format)
-    require(again.kv_format == spec.kv_format, spec, "in_format() does not lead back to its own format")
-    require(again == spec, spec, "in_format() changes more than the format")
+    returned_spec = plain.in_format(spec.kv_format)
+    require(returned_spec.kv_format == spec.kv_format, spec, "in_format() does not lead back to its own format")
+    require(returned_spec == spec, spec, "in_format() changes more than the format")
 
 
-def _check_derivations(asked: _Asked) -> None:
-    spec, max_tokens, general = asked.spec, asked.max_tokens, KVCacheSpec
+def _check_derivations(answers: _SpecAnswers) -> None:
+    spec, max_tokens, general = answers.spec, answers.max_tokens, KVCacheSpec
     for name in ("group_key", "block_bytes", "is_per_block"):
         _require_equal(spec, name, getattr(general, name).fget(spec), getattr(spec, name))
     sizes = sorted({1, 2, spec.block_size, spec.block_size + 1, max_tokens})
     for n in range(max_tokens + 1):
         _require_equal(spec, f"live_blocks({n})", general.live_blocks(spec, n), spec.live_blocks(n))
         for size in sizes:
-            expected, answer = general.num_resident_blocks(spec, n, size), spec.num_resident_blocks(n, size)
-            _require_equal(spec, f"num_resident_blocks({n}, {size})", expected, answer)
-            expected, answer = _peak_by_definition(spec, n, size), spec.peak_blocks(n, size)
-            _require_equal(spec, f"peak_blocks({n}, {size})", expected, answer)
+            derived_answer, own_answer = general.num_resident_blocks(spec, n, size), spec.num_resident_blocks(n, size)
+            _require_equal(spec, f"num_resident_blocks({n}, {size})", derived_answer, own_answer)
+            derived_answer, own_answer = _peak_by_definition(spec, n, size), spec.peak_blocks(n, size)
+            _require_equal(spec, f"peak_blocks({n}, {size})", derived_answer, own_answer)
 
 
 def _peak_by_definition(spec: KVCacheSpec, num_tokens: int, max_new_tokens: int) -> int:
@@ -190,69 +198,75 @@ def _peak_by_definition(spec: KVCacheSpec, num_tokens: int, max_new_tokens: int)
     return max((KVCacheSpec.num_resident_blocks(spec, *step) for step in steps), default=0)
 
 
-def _check_stored(asked: _Asked) -> None:
+def _check_stored(answers: _SpecAnswers) -> None:
     """Check the blocks that a step stores: they are its own, and cover the live tokens if some tokens are refused."""
-    spec, max_tokens, num_refused = asked.spec, asked.max_tokens, asked.num_refused
+    spec, max_tokens, num_refused = answers.spec, answers.max_tokens, answers.num_refused
     block_size = spec.block_size
     live = [_tokens(spec.live_blocks(n)) for n in range(2 * max_tokens + 1)]
     for n in range(max_tokens + 1):
         sizes = {1, 2, block_size - 1, block_size, 2 * block_size + 1, max_tokens} & set(range(1, max_tokens + 1))
         for size in sorted(sizes):
-            first, stop = n // block_size, -(-(n + size) // block_size)
+            first_block, stop = n // block_size, -(-(n + size) // block_size)
             limit = spec.num_resident_blocks(n, size)
             # Block boundaries within the step, and the ones before and after it.
-            for branch in {0, *range(first * block_size, (stop + 1) * block_size + 1, block_size)}:
-                what = f"stored_blocks({n}, {size}, {branch})"
+            for branch in {0, *range(first_block * block_size, (stop + 1) * block_size + 1, block_size)}:
+                question = f"stored_blocks({n}, {size}, {branch})"
                 ranges = tuple(spec.stored_blocks(n, size, branch))
-                ends = [first, *(end for item in ranges for end in item), stop]
+                ends = [first_block, *(end for item in ranges for end in item), stop]
                 in_order = all(start < end for start, end in ranges) and ends == sorted(ends)
-                require(in_order, spec, f"{what} is {ranges}, not sorted, disjoint and within [{first}, {stop})")
+                require(
+                    in_order, spec, f"{question} is {ranges}, not sorted, disjoint and within [{first_block}, {stop})"
+                )
                 resident = _tokens(ranges) | live[n]
                 for end in range(max(n, n + size - num_refused), n + size + 1):
                     lost = live[end] - resident
-                    require(not lost, spec, f"{what} has no page for the blocks {sorted(lost)}, live at {end}")
+                    require(not lost, spec, f"{question} has no page for the blocks {sorted(lost)}, live at {end}")
                 require(
                     len(resident) <= limit,
                     spec,
-                    f"{what} and what is live at {n} are {len(resident)} blocks, more than num_resident_blocks: "
+                    f"{question} and what is live at {n} are {len(resident)} blocks, more than num_resident_blocks: "
                     f"{limit}",
                 )
 
 
-def _check_retained(asked: _Asked) -> None:
-    spec, live = asked.spec, asked.live
-    retained = spec.retain_all()
+def _check_retained(answers: _SpecAnswers) -> None:
+    spec, live = answers.spec, answers.live
+    retaining_spec = spec.retain_all()
     require(
-        dict(retained.state_tensors()) == dict(spec.state_tensors()), spec, "retain_all() stores other state tensors"
+        dict(retaining_spec.state_tensors()) == dict(spec.state_tensors()),
+        spec,
+        "retain_all() stores other state tensors",
     )
     for n, ranges in enumerate(live):
-        lost = _tokens(ranges) - _tokens(retained.live_ranges(n))
+        lost = _tokens(ranges) - _tokens(retaining_spec.live_ranges(n))
         require(not lost, spec, f"retain_all() loses tokens {sorted(lost)} at {n}")
 
 
-def _check_layout(asked: _Asked) -> None:
+def _check_layout(answers: _SpecAnswers) -> None:
     """Check that no field of the layout changes which tokens are live, and that each changes what a block stores."""
-    spec, fields = asked.spec, {field.name: field for field in attrs.fields(type(asked.spec)) if field.init}
-    unknown = sorted(spec.layout_fields - fields.keys())
-    require(not unknown, spec, f"layout_fields names {unknown}, which are no fields")
+    spec, fields = answers.spec, {field.name: field for field in attrs.fields(type(answers.spec)) if field.init}
+    unknown_names = sorted(spec.layout_fields - fields.keys())
+    require(not unknown_names, spec, f"layout_fields names {unknown_names}, which are no fields")
     require(attrs.evolve(spec) == spec, spec, "it is not equal to a spec with the same fields: layers find no group")
     for name in sorted(spec.layout_fields):
-        others = list(_others(spec, name))
-        for other in others:
-            what = f"layout_fields has {name}, and with {name} = {getattr(other, name)} instead"
-            for n, ranges in enumerate(asked.live):
-                ranges_of_other = _ask(other, n)
+        changed_specs = list(_others(spec, name))
+        for changed_spec in changed_specs:
+            change = f"layout_fields has {name}, and with {name} = {getattr(changed_spec, name)} instead"
+            for n, ranges in enumerate(answers.live):
+                ranges_of_other = _ask(changed_spec, n)
                 hint = "so layers that differ in it cannot share a block table"
                 require(
                     ranges_of_other == ranges,
                     spec,
-                    f"{what} live_ranges({n}) is {ranges_of_other}, not {ranges}: {hint}",
+                    f"{change} live_ranges({n}) is {ranges_of_other}, not {ranges}: {hint}",
                 )
-            require(other.mask == spec.mask, spec, f"{what} the mask is {other.mask}")
+            require(changed_spec.mask == spec.mask, spec, f"{change} the mask is {changed_spec.mask}")
         # Sizes of what a type makes of its state may be there too.
-        if others and (name == "dtype" or {*spec.in_format(PLAIN).state_tensors()} == {"k", "v"}):
-            changed = any(dict(other.state_tensors()) != dict(spec.state_tensors()) for other in others)
-            require(changed, spec, f"layout_fields has {name}, which changes nothing of state_tensors()")
+        if changed_specs and (name == "dtype" or {*spec.in_format(PLAIN).state_tensors()} == {"k", "v"}):
+            changes_state = any(
+                dict(changed_spec.state_tensors()) != dict(spec.state_tensors()) for changed_spec in changed_specs
+            )
+            require(changes_state, spec, f"layout_fields has {name}, which changes nothing of state_tensors()")
 
 
 def _others(spec: KVCacheSpec, name: str) -> Iterator[KVCacheSpec]:
@@ -266,65 +280,73 @@ def _others(spec: KVCacheSpec, name: str) -> Iterator[KVCacheSpec]:
         values = tuple(
             dtype for dtype in ("float32", "bfloat16", "float16") if isinstance(value, str) and dtype != value
         )
-    for other in values:
+    for new_value in values:
         try:
-            changed = attrs.evolve(spec, **{name: other})
-            changed.state_tensors()
+            changed_spec = attrs.evolve(spec, **{name: new_value})
+            changed_spec.state_tensors()
         except (KVFrameError, ValueError):
             continue
-        yield changed
+        yield changed_spec
 
 
-def _check_state(asked: _Asked) -> None:
+def _check_state(answers: _SpecAnswers) -> None:
     """Check the state tensors: they have a row for each entry of a block's tokens, or for each state of it."""
-    spec = asked.spec
+    spec = answers.spec
     require(spec.block_size % spec.tokens_per_entry == 0, spec, "a block has whole entries of tokens_per_entry tokens")
     length = spec.states_per_block if spec.is_per_block else spec.block_size // spec.tokens_per_entry
     for name, tensor in spec.state_tensors().items():
-        what = f"the state {name!r} of a block has the shape {tensor.shape}, and {length} must be its first dimension"
-        require(tensor.shape[:1] == (length,), spec, what)
+        problem = (
+            f"the state {name!r} of a block has the shape {tensor.shape}, and {length} must be its first dimension"
+        )
+        require(tensor.shape[:1] == (length,), spec, problem)
 
 
-def _check_queries(asked: _Asked) -> None:
+def _check_queries(answers: _SpecAnswers) -> None:
     """Check what a layer's queries must be: which are refused, and the shapes of learned tensors."""
-    spec, state = asked.spec, asked.spec.in_format(PLAIN).state_tensors()
+    spec, state = answers.spec, answers.spec.in_format(PLAIN).state_tensors()
     if {*state} != {"k", "v"} or len(state["k"].shape) != 3:
         return
     _, num_kv_heads, head_size = state["k"].shape
-    right = QuerySpec(num_heads=2 * num_kv_heads, head_size=head_size, scale=1.0)
-    wrong = {"head_size": attrs.evolve(right, head_size=head_size + 1)}
+    right_query = QuerySpec(num_heads=2 * num_kv_heads, head_size=head_size, scale=1.0)
+    wrong_queries = {"head_size": attrs.evolve(right_query, head_size=head_size + 1)}
     if num_kv_heads > 1:
-        wrong["num_heads"] = attrs.evolve(right, num_heads=2 * num_kv_heads + 1)
-    for name, query in wrong.items():
+        wrong_queries["num_heads"] = attrs.evolve(right_query, num_heads=2 * num_kv_heads + 1)
+    for name, query in wrong_queries.items():
         try:
             spec.check_query(query)
         except KVFrameError:
             continue
         sizes = f"{num_kv_heads} KV heads of {head_size} elements"
         raise ConformanceError(f"{spec}: check_query accepts {name} = {getattr(query, name)} for {sizes}")
-    spec.check_query(right)
+    spec.check_query(right_query)
     bias = RelativeBias(num_buckets=8, max_distance=20)
-    for query in (right, attrs.evolve(right, relative_bias=bias)):
+    for query in (right_query, attrs.evolve(right_query, relative_bias=bias)):
         shapes = spec.parameters(query)
         for name, shape in shapes.items():
             is_shape = isinstance(shape, tuple) and all(type(size) is int and size > 0 for size in shape)
             require(is_shape, spec, f"the parameter {name!r} has the shape {shape}, not a tuple of whole numbers")
-        expected = None if query.relative_bias is None else (bias.num_buckets, query.num_heads)
+        expected_shape = None if query.relative_bias is None else (bias.num_buckets, query.num_heads)
         bias_shape = shapes.get(RELATIVE_BIAS)
         require(
-            bias_shape == expected, spec, f"the parameter {RELATIVE_BIAS!r} has the shape {bias_shape}, not {expected}"
+            bias_shape == expected_shape,
+            spec,
+            f"the parameter {RELATIVE_BIAS!r} has the shape {bias_shape}, not {expected_shape}",
         )
 
 
-def _check_drafts(asked: _Asked) -> None:
+def _check_drafts(answers: _SpecAnswers) -> None:
     """Check that the same tokens are live for requests that compute draft tokens."""
-    with_drafts = asked.spec.with_drafts(2)
-    for n, ranges in enumerate(asked.live):
-        drafted = _ask(with_drafts, n)
-        require(drafted == ranges, asked.spec, f"with_drafts(2) has live {drafted} at {n}, and the type {ranges}")
+    with_drafts = answers.spec.with_drafts(2)
+    for n, ranges in enumerate(answers.live):
+        drafting_ranges = _ask(with_drafts, n)
+        require(
+            drafting_ranges == ranges,
+            answers.spec,
+            f"with_drafts(2) has live {drafting_ranges} at {n}, and the type {ranges}",
+        )
 
 
-LAWS: Mapping[str, Callable[[_Asked], None]] = {
+LAWS: Mapping[str, Callable[[_SpecAnswers], None]] = {
     "past": _check_past,
     "forgetting": _check_forgetting,
     "mask": _check_mask,
@@ -345,5 +367,5 @@ def _tokens(ranges: Iterable[TokenRange]) -> set[int]:
     return {token for start, stop in ranges for token in range(start, stop)}
 
 
-def _require_equal(spec: KVCacheSpec, what: str, expected: object, answer: object) -> None:
-    require(expected == answer, spec, f"{what} is {answer}, and {expected} by the live ranges")
+def _require_equal(spec: KVCacheSpec, question: str, derived_answer: object, own_answer: object) -> None:
+    require(derived_answer == own_answer, spec, f"{question} is {own_answer}, and {derived_answer} by the live ranges")

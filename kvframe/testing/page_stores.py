@@ -69,8 +69,8 @@ def page_store_checks(
     """Return the checks of a store, which write to it; ``whole`` kills more writers."""
     part = f"page store {name or store_class.name!r}"
     store = make_part(part, store_class, options)
-    again = make_part(part, store_class, options)
-    form = Check(name="options", features=("options",), run=partial(_check_options, store, again))
+    second_store = make_part(part, store_class, options)
+    form = Check(name="options", features=("options",), run=partial(_check_options, store, second_store))
     return Checks(part=part, checks=(form, *_checks_of(store, NUM_KILLS_WHOLE if whole else NUM_KILLS)))
 
 
@@ -127,7 +127,7 @@ class _CheckedStore:
 
     def write(self, keys: Sequence[bytes], records: Sequence[bytes | bytearray]) -> int:
         views = [memoryview(record).toreadonly() for record in records]
-        count = answer_of("form: write()", self.opened.write, keys, views)
+        count: int = answer_of("form: write()", self.opened.write, keys, views)
         require(
             type(count) is int and 0 <= count <= len(keys),
             f"form: write() of {len(keys)} keys has to return a number up to that, not {count!r}",
@@ -216,8 +216,8 @@ def _in_thread(run: Callable[[PageStore], str | None], store: PageStore) -> str 
 # --- options and declarations -----------------------------------------------------------------------------------------
 
 
-def _check_options(store: PageStore, again: PageStore) -> None:
-    require(store == again, f"form: two stores with the same options differ: {store!r} and {again!r}")
+def _check_options(store: PageStore, second_store: PageStore) -> None:
+    require(store == second_store, f"form: two stores with the same options differ: {store!r} and {second_store!r}")
     try:
         hash(store)
     except TypeError as error:
@@ -248,10 +248,10 @@ def _check_unknown(store: PageStore) -> None:
         keys = _new_keys(_BATCH)
         opened.require_absent(keys, "keys that were never written")
         opened.forget(keys)
-        known = _new_keys(_BATCH)
-        opened.keep(known, SIZES[0])
-        mixed = [key for pair in zip(keys, known, strict=True) for key in pair]
-        opened.require_right(mixed, SIZES[0], when="beside unknown keys")
+        known_keys = _new_keys(_BATCH)
+        opened.keep(known_keys, SIZES[0])
+        mixed_keys = [key for pair in zip(keys, known_keys, strict=True) for key in pair]
+        opened.require_right(mixed_keys, SIZES[0], when="beside unknown keys")
         opened.require_absent(keys, "unknown keys beside known ones")
 
 
@@ -299,16 +299,16 @@ def _check_many(store: PageStore) -> None:
 
 
 def _check_other_sizes(store: PageStore) -> None:
-    size, others = SIZES[0], [1, 256, 511, 513, 4096]
+    size, other_sizes = SIZES[0], [1, 256, 511, 513, 4096]
     with _open(store) as opened:
         keys = _new_keys(_BATCH)
         opened.keep(keys, size)
-        for other in others:
+        for other_size in other_sizes:
             require(
-                opened.read(keys, [other] * len(keys)) == [None] * len(keys),
-                f"whole: a record of {size} bytes is read to a buffer of {other}",
+                opened.read(keys, [other_size] * len(keys)) == [None] * len(keys),
+                f"whole: a record of {size} bytes is read to a buffer of {other_size}",
             )
-        sizes = [size if index % 2 else others[index // 2] for index in range(len(keys))]
+        sizes = [size if index % 2 else other_sizes[index // 2] for index in range(len(keys))]
         records = opened.read(keys, sizes)
         require(records[::2] == [None] * len(records[::2]), "whole: records are read to buffers of another size")
         require(
@@ -321,13 +321,15 @@ def _check_other_sizes(store: PageStore) -> None:
 def _check_duplicates(store: PageStore) -> None:
     with _open(store) as opened:
         keys = _new_keys(_BATCH)
-        twice = [key for key in keys for _ in range(2)]
-        count = opened.write(twice, [record_of(key, SIZES[0]) for key in twice])
-        require(count == sum(opened.find(twice)), "honest: write() counts keys that are given twice in another way")
-        opened.require_right(twice, SIZES[0], when="if its key is given twice")
+        doubled_keys = [key for key in keys for _ in range(2)]
+        count = opened.write(doubled_keys, [record_of(key, SIZES[0]) for key in doubled_keys])
+        require(
+            count == sum(opened.find(doubled_keys)), "honest: write() counts keys that are given twice in another way"
+        )
+        opened.require_right(doubled_keys, SIZES[0], when="if its key is given twice")
         opened.keep(keys, SIZES[0])
         opened.require_right(keys, SIZES[0], when="after it was written twice")
-        opened.forget(twice)
+        opened.forget(doubled_keys)
         opened.require_absent(keys, "keys that were forgotten twice")
 
 
@@ -337,19 +339,19 @@ def _check_written_again(store: PageStore) -> None:
     with _open(store) as opened:
         keys = _new_keys(_BATCH)
         opened.keep(keys, small)
-        whole = {key: [record_of(key, small)] for key in keys}
+        written_records = {key: [record_of(key, small)] for key in keys}
         for turn, size in enumerate((small, large, small)):
             records = [record_of(key[:turn], size) for key in keys]
             for key, record in zip(keys, records, strict=True):
-                whole[key].append(record)
+                written_records[key].append(record)
             count = opened.write(keys, records)
             require(count == sum(opened.find(keys)), "honest: write() counts keys that have a record in another way")
-            for key, first, second in zip(
+            for key, small_record, large_record in zip(
                 keys, opened.read(keys, [small] * len(keys)), opened.read(keys, [large] * len(keys)), strict=True
             ):
-                require(first is None or second is None, "whole: a key has records of two sizes")
+                require(small_record is None or large_record is None, "whole: a key has records of two sizes")
                 require(
-                    all(record is None or record in whole[key] for record in (first, second)),
+                    all(record is None or record in written_records[key] for record in (small_record, large_record)),
                     "whole: a record that was written again is read with bytes of both",
                 )
 
@@ -368,10 +370,10 @@ def _check_copies(store: PageStore) -> None:
 def _check_late(store: PageStore) -> None:
     """Check that nothing happens to a buffer after ``read`` has returned."""
     with _open(store) as opened:
-        keys, unknown = _new_keys(_BATCH), _new_keys(_BATCH)
+        keys, unknown_keys = _new_keys(_BATCH), _new_keys(_BATCH)
         opened.keep(keys, SIZES[2])
-        buffers = [bytearray(SIZES[2]) for _ in (*keys, *unknown)]
-        are_read = opened.read_into([*keys, *unknown], buffers)
+        buffers = [bytearray(SIZES[2]) for _ in (*keys, *unknown_keys)]
+        are_read = opened.read_into([*keys, *unknown_keys], buffers)
         for key, is_read, buffer in zip(keys, are_read, buffers, strict=False):
             require(
                 not is_read or bytes(buffer) == record_of(key, SIZES[2]),
@@ -386,17 +388,17 @@ def _check_late(store: PageStore) -> None:
 
 def _check_forget(store: PageStore) -> None:
     with _open(store) as opened:
-        keys, wrong = _new_keys(_BATCH), _new_keys(_BATCH)
-        for key, other in zip(keys, wrong, strict=True):
-            opened.keep([key, other], SIZES[0])
-        opened.forget([*wrong, *_new_keys(2)])
-        opened.require_absent(wrong, "forgotten keys")
+        keys, forgotten_keys = _new_keys(_BATCH), _new_keys(_BATCH)
+        for key, forgotten_key in zip(keys, forgotten_keys, strict=True):
+            opened.keep([key, forgotten_key], SIZES[0])
+        opened.forget([*forgotten_keys, *_new_keys(2)])
+        opened.require_absent(forgotten_keys, "forgotten keys")
         opened.require_right(keys, SIZES[0], when="after others were forgotten")
-        opened.keep(wrong, SIZES[0])
-        opened.require_right(wrong, SIZES[0], when="after it was forgotten and written again")
-        opened.forget(wrong)
+        opened.keep(forgotten_keys, SIZES[0])
+        opened.require_right(forgotten_keys, SIZES[0], when="after it was forgotten and written again")
+        opened.forget(forgotten_keys)
     with _open(store) as opened:
-        opened.require_absent(wrong, "forgotten keys when the store is opened again")
+        opened.require_absent(forgotten_keys, "forgotten keys when the store is opened again")
 
 
 # --- several open stores ----------------------------------------------------------------------------------------------
@@ -414,27 +416,27 @@ def _check_reopen(store: PageStore) -> None:
 
 def _check_two_open(store: PageStore) -> None:
     keys = _new_keys(2 * _BATCH)
-    with _open(store) as one, _open(store) as other:
+    with _open(store) as first_store, _open(store) as second_store:
         for index, key in enumerate(keys):
-            writer, reader = (one, other) if index % 2 else (other, one)
+            writer, reader = (first_store, second_store) if index % 2 else (second_store, first_store)
             writer.keep([key], SIZES[0])
             reader.require_right(keys, SIZES[0], when="by a second open store")
-        one.forget(keys[:_BATCH])
-        other.require_right(keys[_BATCH:], SIZES[0], when="after a second open store forgot others")
-        other.forget(keys[:_BATCH])
-        for opened in (one, other):
+        first_store.forget(keys[:_BATCH])
+        second_store.require_right(keys[_BATCH:], SIZES[0], when="after a second open store forgot others")
+        second_store.forget(keys[:_BATCH])
+        for opened in (first_store, second_store):
             opened.require_absent(keys[:_BATCH], "keys that both open stores forgot")
     with _open(store) as opened:
         opened.require_right(keys, SIZES[0], when="after two open stores were closed")
 
 
 def _check_origins(store: PageStore) -> None:
-    keys, others = _new_keys(_BATCH), _new_keys(_BATCH)
-    with _open(store) as one, _open(store, _OTHER_ORIGIN) as other:
-        one.keep(keys, SIZES[0])
-        other.keep(others, SIZES[1])
-        one.require_right(keys, SIZES[0], when="beside another origin")
-        other.require_right(others, SIZES[1], when="beside another origin")
+    keys, other_keys = _new_keys(_BATCH), _new_keys(_BATCH)
+    with _open(store) as first_store, _open(store, _OTHER_ORIGIN) as second_store:
+        first_store.keep(keys, SIZES[0])
+        second_store.keep(other_keys, SIZES[1])
+        first_store.require_right(keys, SIZES[0], when="beside another origin")
+        second_store.require_right(other_keys, SIZES[1], when="beside another origin")
 
 
 def _check_bound(store: PageStore) -> str | None:
@@ -555,8 +557,10 @@ def _check_killed(store: PageStore, *, num_kills: int) -> None:
                 require(line != b"", "form: a process that starts writers ended")
                 num_batches += line == b"batch\n"
             # The last batch is the one that was being written.
-            first, last = max(0, num_batches - 8), num_batches + 1
-            keys = [key_of(job.killed_seed(kill), index) for index in range(job.batch * first, job.batch * last)]
+            first_batch, last_batch = max(0, num_batches - 8), num_batches + 1
+            keys = [
+                key_of(job.killed_seed(kill), index) for index in range(job.batch * first_batch, job.batch * last_batch)
+            ]
             opened.require_right(keys, job.record_bytes, when="after its writer was killed")
             _pipe(process.stdin).write(b"next\n")
             _pipe(process.stdin).flush()

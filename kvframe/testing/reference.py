@@ -100,18 +100,18 @@ def alibi_bias(slopes: Sequence[float], num_computed: int, seq_len: int) -> torc
 
 
 def _bucket(bias: RelativeBias, distance: int) -> int:
-    num_buckets, first = bias.num_buckets, 0
+    num_buckets, first_bucket = bias.num_buckets, 0
     if bias.bidirectional:
         num_buckets //= 2
-        first = num_buckets if distance > 0 else 0
+        first_bucket = num_buckets if distance > 0 else 0
         distance = abs(distance)
     else:
         distance = max(0, -distance)
     num_exact = num_buckets // 2
     if distance < num_exact:
-        return first + distance
+        return first_bucket + distance
     growth = math.log(distance / num_exact) / math.log(bias.max_distance / num_exact)
-    return first + min(num_buckets - 1, num_exact + int(growth * (num_buckets - num_exact)))
+    return first_bucket + min(num_buckets - 1, num_exact + int(growth * (num_buckets - num_exact)))
 
 
 def dense_attention(

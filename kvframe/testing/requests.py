@@ -101,10 +101,10 @@ class PageContents:
 
     def copy(self, group: int, source: Any, source_ids: Sequence[int], target: Any, target_ids: Sequence[int]) -> None:
         """Copy pages; a page that is not written yet has nothing to copy."""
-        for one, other in zip(source_ids, target_ids, strict=True):
-            target.pop((group, other), None)
-            if (group, one) in source:
-                target[group, other] = dict(source[group, one])
+        for source_id, target_id in zip(source_ids, target_ids, strict=True):
+            target.pop((group, target_id), None)
+            if (group, source_id) in source:
+                target[group, target_id] = dict(source[group, source_id])
 
     def num_slots(self, group: int) -> int:
         """Return how many states a page has: one for each token, or the last ones."""
@@ -121,7 +121,7 @@ class PageContents:
             ConformanceError: A state is not there, or is one of other tokens.
         """
         n, tokens = request.computed, [*request.tokens[: request.computed], *step]
-        written = set()
+        written_pages = set()
         for group, ids in zip(self.plan.groups, block_ids, strict=True):
             index, size, slots = group.index, group.block_size, self.num_slots(group.index)
             for token in live_tokens(self.plan, index, n):
@@ -134,10 +134,10 @@ class PageContents:
                 if not page[1] and block in stored:
                     raise ConformanceError(f"at {n}, block {block} of group {index} has no page, and is stored")
                 if page[1]:
-                    written.add(page)
+                    written_pages.add(page)
                     for token in range(max(n, end - slots, block * size), end):
                         self.pages.setdefault(page, {})[token % slots] = request.content(token + 1, tokens)
-        return written
+        return written_pages
 
 
 def live_tokens(plan: KVCachePlan, group: int, n: int) -> set[int]:
@@ -232,8 +232,11 @@ class _Requests:
         is_cached = request.computed == len(tokens) and 2 * self.plan.num_slabs_for(num_blocks) <= self.plan.num_slabs
         if is_cached and getattr(self.manager, "prefix_caching", True):
             num_found = self.manager.start("again", tokens)
-            expected = self.longest_prefix(request)
-            require(expected == num_found, f"finding: {num_found} tokens of {tokens} are found again, not {expected}")
+            expected_hit = self.longest_prefix(request)
+            require(
+                expected_hit == num_found,
+                f"finding: {num_found} tokens of {tokens} are found again, not {expected_hit}",
+            )
             self.manager.free("again")
 
     def longest_prefix(self, request: Request) -> int:
@@ -269,16 +272,22 @@ class _Requests:
             request.tokens.append(self.draw.randint(0, 1))
         target = min(request.computed + num_tokens, len(request.tokens))
         end = min(target + num_drafts, self.plan.max_model_len, request.computed + self.max_step)
-        before = self.block_ids(name)
+        blocks_before = self.block_ids(name)
         self.verbs["extend"] += 1
         if not self.manager.extend(name, end):
-            require(before == self.block_ids(name), "refusing: a step without pages changed the blocks of its request")
+            require(
+                blocks_before == self.block_ids(name),
+                "refusing: a step without pages changed the blocks of its request",
+            )
             return False
         blocks = self.block_ids(name)
         step = [*request.tokens[request.computed : target], *[self.draw.randint(0, 1) for _ in range(end - target)]]
-        written = self.contents.compute(request, step, blocks)
-        others = {page for other in self.running if other != name for page in self.pages(other)}
-        require(not written & others, f"writing: a step writes to pages of another request, {written & others}")
+        written_pages = self.contents.compute(request, step, blocks)
+        other_pages = {page for other_name in self.running if other_name != name for page in self.pages(other_name)}
+        require(
+            not written_pages & other_pages,
+            f"writing: a step writes to pages of another request, {written_pages & other_pages}",
+        )
         self.manager.commit(name, request.tokens, target)
         self.verbs["commit"] += 1
         request.computed = target

@@ -181,34 +181,36 @@ class Runner:
 
     def give_pages(self, step: Mapping[str, Request]) -> set[str]:
         """Free requests that left, and give pages to the others; return the names of those that joined."""
-        manager, joined = self.manager, set(step) - self._running
+        manager, joined_names = self.manager, set(step) - self._running
         for name in sorted(self._running - set(step)):
             manager.free(name)
-        started = {name: request.num_cached for name, request in reversed([*step.items()]) if name in joined}
+        num_cached_of = {
+            name: request.num_cached for name, request in reversed([*step.items()]) if name in joined_names
+        }
         if self._num_shared:
-            for name in [*started][::-1]:
+            for name in [*num_cached_of][::-1]:
                 manager.start(name, self._token_ids[name])
-                self._extend(name, started[name])
-                manager.commit(name, self._token_ids[name], started[name])
-        elif started:
-            self._start_in_turns(started)
+                self._extend(name, num_cached_of[name])
+                manager.commit(name, self._token_ids[name], num_cached_of[name])
+        elif num_cached_of:
+            self._start_in_turns(num_cached_of)
         for name, request in step.items():
             self._extend(name, request.seq_len)
         self._running = set(step)
-        return joined
+        return joined_names
 
-    def _start_in_turns(self, started: Mapping[str, int]) -> None:
+    def _start_in_turns(self, num_cached_of: Mapping[str, int]) -> None:
         """Start requests, which get pages in turns with one that leaves, so that none has consecutive pages."""
         manager = self.manager
-        for name in (*started, _BYSTANDER):
+        for name in (*num_cached_of, _BYSTANDER):
             manager.start(name, self._token_ids[name])
         size = min(group.block_size for group in manager.plan.groups)
         for length in range(size, self._longest + size, size):
-            for name, num_cached in started.items():
+            for name, num_cached in num_cached_of.items():
                 self._extend(name, min(length, num_cached))
             self._extend(_BYSTANDER, min(length, self._longest))
         manager.free(_BYSTANDER)
-        for name, num_cached in started.items():
+        for name, num_cached in num_cached_of.items():
             manager.commit(name, self._token_ids[name], num_cached)
 
     def _extend(self, name: str, num_tokens: int) -> None:
@@ -234,10 +236,10 @@ class Runner:
             step: The step's requests.
             poison: The value of all other memory.
         """
-        joined = self.give_pages(step)
+        joined_names = self.give_pages(step)
         if self._host.has_own_pages:
             self.storage = self._host.begin(cases[0], self.manager, self._device)
-        names, slots = sorted(joined), dict[tuple[int, str], tuple[torch.Tensor, Slots]]()
+        names, slots = sorted(joined_names), dict[tuple[int, str], tuple[torch.Tensor, Slots]]()
         for case in cases:
             group = self.group_of(case.layer)
             table = self.manager.tables[group]
@@ -250,7 +252,9 @@ class Runner:
             (tensor, places, tensor[places].clone())
             for case in cases
             for tensor in self.storage.views[case.layer.name].values()
-            for places in (slots[self.group_of(case.layer), name][1].places for name in step if name not in joined)
+            for places in (
+                slots[self.group_of(case.layer), name][1].places for name in step if name not in joined_names
+            )
         ]
         if cases[0].spec.kv_format == PLAIN:
             self.storage.pool.view(cases[0].stored_dtype).fill_(poison)
@@ -278,12 +282,14 @@ class Runner:
 
     def write(self, case: Case, key: torch.Tensor, value: torch.Tensor, slots: Slots) -> None:
         """Let the backend store tokens, and check that all other bytes are unchanged."""
-        before = self._beside(case, slots)
+        bytes_before = self._beside(case, slots)
         key, value = (self._host.rows(tensor).to(self._device) for tensor in (key, value))
         self._writers[case.layer.name].write_kv(key, value, self.storage.views[case.layer.name], slots)
-        after = self._beside(case, slots)
-        if not torch.equal(before, after):
-            raise ConformanceError(f"write_kv changes {int((before != after).sum())} bytes beside its slots")
+        bytes_after = self._beside(case, slots)
+        if not torch.equal(bytes_before, bytes_after):
+            raise ConformanceError(
+                f"write_kv changes {int((bytes_before != bytes_after).sum())} bytes beside its slots"
+            )
 
     def _beside(self, case: Case, slots: Slots) -> torch.Tensor:
         """Return a copy of the pool, ``[…], uint8, device``, with zeros in the layer's slots."""
@@ -310,8 +316,8 @@ class Runner:
         rows, host = self.rows(names), self._host
         device = self._device if host.has_own_pages else HOST
         exact = bool(case.wrappers) or self.attention.groups[0].builder.needs_exact_lens
-        built = make_metadata_of_groups(case, self.manager, rows, device)
-        return tuple(host.metadata(common, exact=exact) for common in built)
+        built_metadata = make_metadata_of_groups(case, self.manager, rows, device)
+        return tuple(host.metadata(common, exact=exact) for common in built_metadata)
 
     def begin(self, metadata: Sequence[CommonAttentionMetadata], batch: StepBatch | None = None) -> None:
         """Build what the layers read in a step; another host then overwrites its copies of the metadata.
@@ -352,9 +358,9 @@ class Runner:
         if not case.is_cross:
             for turn in self._host.turns(len(key)):
                 # A token that is skipped must not reach a page.
-                shown = turn.to(self._device)[:, None, None]
-                flat = metadata.slot_mapping.to(self._device).masked_fill(~shown.view(-1), -1)
-                stored_key, stored_value = (tensor.masked_fill(~shown, 1) for tensor in (key, value))
+                is_stored = turn.to(self._device)[:, None, None]
+                flat = metadata.slot_mapping.to(self._device).masked_fill(~is_stored.view(-1), -1)
+                stored_key, stored_value = (tensor.masked_fill(~is_stored, 1) for tensor in (key, value))
                 self.write(case, stored_key, stored_value, Slots(flat, metadata.block_size))
         common, rows, permutation = metadata, torch.arange(len(query)), None
         group = self.attention[case.layer.name].step.group
@@ -398,27 +404,29 @@ class Runner:
             unchanged: What the backend must not write to, like the query; None on a device without values.
         """
         layer, sinks = self.attention[case.layer.name], learned.sinks
-        permutation, built = permutation or layer.step.read.permutation, layer.step.read.metadata
-        chosen = None if case.query.choice is None else _choices(case, self._device)
+        permutation, built_metadata = permutation or layer.step.read.permutation, layer.step.read.metadata
+        chosen_tokens = None if case.query.choice is None else _choices(case, self._device)
         inverse: torch.Tensor | slice = slice(None)
         if permutation is not None:
             tokens, inverse = (indices.to(self._device) for indices in (permutation.tokens, permutation.inverse))
             query = query[tokens]
-            chosen = None if chosen is None else chosen.rows(lambda rows: rows[tokens])
+            chosen_tokens = None if chosen_tokens is None else chosen_tokens.rows(lambda rows: rows[tokens])
         query = self._host.rows(query)
         guard = WriteGuard([] if unchanged is None else [query, *unchanged])
-        ways: list[tuple[str, Callable[[], Any], torch.Tensor | None]] = [(BUILT, lambda: built, sinks)]
+        ways: list[tuple[str, Callable[[], Any], torch.Tensor | None]] = [(BUILT, lambda: built_metadata, sinks)]
         if self._class.capabilities.returns_lse:
-            ways += [(WITH_LSE, lambda: built, sinks), (WITHOUT_SINKS, lambda: built, None)][: 1 + (sinks is not None)]
+            ways += [(WITH_LSE, lambda: built_metadata, sinks), (WITHOUT_SINKS, lambda: built_metadata, None)][
+                : 1 + (sinks is not None)
+            ]
         if refresh is not None and layer.step.group.builder.table_fields is not None:
             ways.append((REFRESHED, refresh, sinks))
         results = {}
-        for how, make_metadata, sink_logits in ways:
+        for way, make_metadata, sink_logits in ways:
             try:
-                output, lse = self._attend(layer, case, query, make_metadata(), sink_logits, chosen, how)
+                output, lse = self._attend(layer, case, query, make_metadata(), sink_logits, chosen_tokens, way)
             except (BackendError, ConformanceError) as error:
-                raise ConformanceError(f"{how}{error}") from error
-            results[how] = output[inverse], None if lse is None else lse[inverse]
+                raise ConformanceError(f"{way}{error}") from error
+            results[way] = output[inverse], None if lse is None else lse[inverse]
         guard.check("it wrote to the cache, the query or the batch metadata")
         return results
 
@@ -427,38 +435,43 @@ class Runner:
         layer: AttentionLayer,
         case: Case,
         query: torch.Tensor,
-        built: Any,
+        built_metadata: Any,
         sinks: torch.Tensor | None,
-        chosen: ChosenTokens | None,
-        how: str,
+        chosen_tokens: ChosenTokens | None,
+        way: str,
     ) -> Attended:
         backend, kv_cache = layer.step.group.backend, self.storage.views[case.layer.name]
         shape, lse = (len(query), case.query.num_heads, case.form.head_size_v(case.spec)), None
-        if how in (WITH_LSE, WITHOUT_SINKS):
+        if way in (WITH_LSE, WITHOUT_SINKS):
             # It holds NaN until the backend writes there.
             lse = query.new_full(query.shape[:2], math.nan, dtype=lse_dtype(query.dtype))
-        out, more = self._host.make_output(shape, query), None if chosen is None else MoreInputs(chosen=chosen)
-        values: Any = backend.attend(layer.spec, query, kv_cache, built, sinks=sinks, out=out, lse=lse, more=more)
+        out, more = (
+            self._host.make_output(shape, query),
+            None if chosen_tokens is None else MoreInputs(chosen=chosen_tokens),
+        )
+        values: Any = backend.attend(
+            layer.spec, query, kv_cache, built_metadata, sinks=sinks, out=out, lse=lse, more=more
+        )
         # A subclass is refused, because it could misreport its own values and comparisons.
         if type(values) is not torch.Tensor:
             raise ConformanceError(f"attend returns {type(values).__name__}, not torch.Tensor")
-        expected = _say(shape, query.dtype, query.device, torch.strided)
-        actual = _say(tuple(values.shape), values.dtype, values.device, values.layout)
-        if actual != expected:
-            raise ConformanceError(f"the output is {actual}, not {expected}")
+        expected_form = _say(shape, query.dtype, query.device, torch.strided)
+        actual_form = _say(tuple(values.shape), values.dtype, values.device, values.layout)
+        if actual_form != expected_form:
+            raise ConformanceError(f"the output is {actual_form}, not {expected_form}")
         self._host.take_output(values)
         return values, lse
 
     def _refresh(self, builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> Any:
         """Return metadata that were built for an empty table, then refreshed for this one as the framework does it."""
-        where = self._device if builder.on_host is None else HOST
-        common = replace_tensors(common, lambda tensor: tensor.to(where))
+        build_device = self._device if builder.on_host is None else HOST
+        common = replace_tensors(common, lambda tensor: tensor.to(build_device))
         empty: Any = {name: torch.zeros_like(getattr(common, name)) for name in ("block_table", "slot_mapping")}
-        built = builder.build(attrs.evolve(common, **empty))
-        refreshed = refresh_fields(builder, built, common)
+        built_metadata = builder.build(attrs.evolve(common, **empty))
+        refreshed = refresh_fields(builder, built_metadata, common)
         fields = {name: getattr(refreshed, name) for name in builder.table_fields or ()}
-        built, fields = Staging(self._device).to_device((built, fields))
-        return replace_fields(builder, builder.finish(built), fields)
+        built_metadata, fields = Staging(self._device).to_device((built_metadata, fields))
+        return replace_fields(builder, builder.finish(built_metadata), fields)
 
 
 def _choose(layer: LayerSpec, backend_class: type[AttentionBackend]) -> Choice:
@@ -483,9 +496,9 @@ def pack(
     """Return the queries, keys and values of a step's new tokens, with poison as padding after them."""
 
     def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        new = [tensor[-request.num_new :] for request, tensor in zip(case.requests, tensors, strict=True)]
-        padding = new[0].new_full((case.num_padding, *new[0].shape[1:]), poison)
-        return torch.cat([*new, padding]).to(device)
+        new_rows = [tensor[-request.num_new :] for request, tensor in zip(case.requests, tensors, strict=True)]
+        padding = new_rows[0].new_full((case.num_padding, *new_rows[0].shape[1:]), poison)
+        return torch.cat([*new_rows, padding]).to(device)
 
     query, key, value = zip(*((request.query, request.key, request.value) for request in inputs), strict=True)
     return packed(query), packed(key), packed(value)
@@ -500,14 +513,14 @@ def _choices(case: Case, device: torch.device) -> ChosenTokens:
 
 
 def _kept_rows(
-    chain: WrapperChain, metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata
+    chain: WrapperChain, metadata: CommonAttentionMetadata, wrapped_metadata: CommonAttentionMetadata
 ) -> torch.Tensor:
     """Return the rows of the packed batch that a chain keeps: all of them, or those that generate."""
     rows, num_rows = torch.arange(metadata.slot_mapping.shape[0]), metadata.num_actual_tokens
-    generating = metadata.generating_indices_cpu
+    generating_rows = metadata.generating_indices_cpu
     if any(DROPS_TOKENS in wrapper.effects for wrapper in chain) and not metadata.all_generate:
-        rows, num_rows = (rows, num_rows) if generating is None else (generating, metadata.num_generating)
-    num_wrapped, num_padded = wrapped.num_actual_tokens, wrapped.slot_mapping.shape[0]
+        rows, num_rows = (rows, num_rows) if generating_rows is None else (generating_rows, metadata.num_generating)
+    num_wrapped, num_padded = wrapped_metadata.num_actual_tokens, wrapped_metadata.slot_mapping.shape[0]
     if (num_wrapped, num_padded) != (num_rows, len(rows)):
         raise ConformanceError(
             f"the chain keeps {num_wrapped} tokens, {num_padded} with padding, of {metadata.num_actual_tokens}, of "

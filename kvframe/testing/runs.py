@@ -271,13 +271,13 @@ def make_steps(block_size: int) -> dict[str, tuple[Step, ...]]:
     }
 
 
-def _continued(first: Step, num_new: int) -> Step:
+def _continued(first_step: Step, num_new: int) -> Step:
     """Return the step after ``first``: some requests have left, others have joined, and the order has changed."""
     requests = {
         name: Request(request.seq_len, 1 if request.num_generating else num_new)
-        for name, request in reversed([*first.items()])
+        for name, request in reversed([*first_step.items()])
         if int(name) not in _LEAVING
     }
     for index in _LEAVING:
-        requests[f"joined {index}"] = Request(first[str(index)].seq_len, num_new)
+        requests[f"joined {index}"] = Request(first_step[str(index)].seq_len, num_new)
     return requests

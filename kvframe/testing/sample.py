@@ -47,7 +47,7 @@ def sample(cases: Sequence[Case], together: Iterable[tuple[str, str]] = TOGETHER
     """Return a few of the cases, in the grid's order, in which all traits and all pairs ``together`` occur."""
     if not cases:
         raise ConformanceError("there is no case to choose from")
-    joint_traits = {(first, second) for first, second in map(sorted, together)}
+    joint_traits = {(first_trait, second_trait) for first_trait, second_trait in map(sorted, together)}
     numbers: dict[Hashable, int] = {}
     pairs = [_pairs(case, joint_traits, numbers) for case in cases]
     return tuple(cases[index] for index in cover(pairs, [_cost(case) for case in cases]))
@@ -55,21 +55,21 @@ def sample(cases: Sequence[Case], together: Iterable[tuple[str, str]] = TOGETHER
 
 def cover(parts: Sequence[Collection[Hashable]], costs: Sequence[float]) -> list[int]:
     """Return the indices of collections, each with a cost, that together contain every element, in order."""
-    missing: set[Hashable] = set().union(*parts)
-    chosen: list[int] = []
+    missing_elements: set[Hashable] = set().union(*parts)
+    chosen_indices: list[int] = []
     # Greedy set cover: next is the collection with the most missing elements for its cost. This figure never grows, so
     # a collection is counted again only if it comes first by its last figure.
     heap = [(-len(part) / cost, index) for index, (part, cost) in enumerate(zip(parts, costs, strict=True))]
     heapify(heap)
-    while missing:
+    while missing_elements:
         negative_gain, index = heap[0]
-        counted = -len(missing.intersection(parts[index])) / costs[index]
+        counted = -len(missing_elements.intersection(parts[index])) / costs[index]
         if counted == negative_gain:
-            chosen.append(index)
-            missing.difference_update(parts[index])
+            chosen_indices.append(index)
+            missing_elements.difference_update(parts[index])
         else:
             heapreplace(heap, (counted, index))
-    return sorted(chosen)
+    return sorted(chosen_indices)
 
 
 def traits(case: Case) -> dict[str, Hashable]:
@@ -161,8 +161,11 @@ def _part(request: Request) -> str:
 def _pairs(case: Case, together: Collection[tuple[str, str]], numbers: dict[Hashable, int]) -> set[Hashable]:
     """Return a case's traits, and those pairs of them that must occur together, each trait as its number."""
     # A mask takes long to hash, so it is hashed once a case and not once a pair.
-    own = {name: numbers.setdefault((name, value), len(numbers)) for name, value in traits(case).items()}
-    return {*own.values(), *((own[first], own[second]) for first, second in together)}
+    trait_numbers = {name: numbers.setdefault((name, value), len(numbers)) for name, value in traits(case).items()}
+    return {
+        *trait_numbers.values(),
+        *((trait_numbers[first_trait], trait_numbers[second_trait]) for first_trait, second_trait in together),
+    }
 
 
 def _cost(case: Case) -> float:

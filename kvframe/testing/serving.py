@@ -38,12 +38,14 @@ def check_run(backend_class: type[AttentionBackend], run: Run, device: str = "cp
 
     If it declares ``returns_lse``, what it writes for the log-sum-exp is compared too.
     """
-    where, case = torch.device(device), run.case(run.layers[0], 0)
+    torch_device, case = torch.device(device), run.case(run.layers[0], 0)
     contents = {layer.name: _draw(run, layer) for layer in run.layers}
-    on_device = {name: attrs.evolve(content, learned=content.learned.to(where)) for name, content in contents.items()}
-    last: tuple[CommonAttentionMetadata, ...] = ()
+    on_device = {
+        name: attrs.evolve(content, learned=content.learned.to(torch_device)) for name, content in contents.items()
+    }
+    last_metadata: tuple[CommonAttentionMetadata, ...] = ()
     try:
-        runner = Runner(backend_class, run.layers, run.steps, where, num_shared=run.num_shared)
+        runner = Runner(backend_class, run.layers, run.steps, torch_device, num_shared=run.num_shared)
         runner.bind(on_device)
         for number, poison in zip(range(len(run.steps)), cycle(_POISONS)):
             run, step = _packed(run, number, runner)
@@ -51,10 +53,10 @@ def check_run(backend_class: type[AttentionBackend], run: Run, device: str = "cp
             case = cases[0]
             runner.prepare(cases, on_device, step, poison)
             metadata = runner.metadata(case, step)
-            for common in last:
+            for common in last_metadata:
                 for tensor in tensors_of(common):
                     tensor.zero_()
-            last = metadata = tuple(map(_in_memory_of, last, metadata)) or metadata
+            last_metadata = metadata = tuple(map(_in_memory_of, last_metadata, metadata)) or metadata
             runner.begin(metadata)
             for case in cases:
                 name = case.layer.name
@@ -73,12 +75,12 @@ def _draw(run: Run, layer: LayerSpec) -> Content:
     requests = tuple(Request(0, length) for length in lengths.values())
     case = Case(name=f"{run.name}, {layer.name}", layer=layer, requests=requests, form=run.form)
     generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
-    drawn = dict(zip(lengths, draw_inputs(case, generator), strict=True))
-    first = next(iter(drawn.values()))
-    for inputs in drawn.values():
+    inputs_of = dict(zip(lengths, draw_inputs(case, generator), strict=True))
+    first_inputs = next(iter(inputs_of.values()))
+    for inputs in inputs_of.values():
         for name in _STORED:
-            getattr(inputs, name)[: run.num_shared] = getattr(first, name)[: run.num_shared]
-    return Content(drawn, Learned.draw(case, generator))
+            getattr(inputs, name)[: run.num_shared] = getattr(first_inputs, name)[: run.num_shared]
+    return Content(inputs_of, Learned.draw(case, generator))
 
 
 def _of_step(content: Content, step: Mapping[str, Request]) -> list[Inputs]:
@@ -100,11 +102,11 @@ def _packed(run: Run, number: int, runner: Runner) -> tuple[Run, dict[str, Reque
     return attrs.evolve(run, steps=(*run.steps[:number], step, *run.steps[number + 1 :])), step
 
 
-def _in_memory_of(before: CommonAttentionMetadata, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+def _in_memory_of(last_metadata: CommonAttentionMetadata, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """Return metadata in the memory of the step before if they have static shapes, as in a graph."""
     changes: dict[str, Any] = {}
     for field in attrs.fields(CommonAttentionMetadata) if metadata.static_shapes else ():
-        old, new = getattr(before, field.name), getattr(metadata, field.name)
+        old, new = getattr(last_metadata, field.name), getattr(metadata, field.name)
         if isinstance(new, torch.Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype):
             changes[field.name] = old.copy_(new)
     return attrs.evolve(metadata, **changes)

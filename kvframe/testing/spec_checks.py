@@ -89,13 +89,13 @@ def spec_checks(
         for label, spec in specs.items()
         if spec.prompt_budget is not None
     ]
-    refused: dict[str, tuple[str, ...]] = {}
+    refused_codes: dict[str, tuple[str, ...]] = {}
     for variant in variants:
         label, spec = _label(variant, 4), make_part(part, spec_class, {**variant, "block_size": 4})
         attention, codes = attention_checks(registry, partial(_cases_of, spec, label, STEPS if whole else ("mixed",)))
         checks += attention
-        refused = codes | refused
-    return Checks(part=part, checks=tuple(checks), refused=refused, order=tuple(f"law: {law}" for law in LAWS))
+        refused_codes = codes | refused_codes
+    return Checks(part=part, checks=tuple(checks), refused=refused_codes, order=tuple(f"law: {law}" for law in LAWS))
 
 
 def _check_kept(spec: KVCacheSpec) -> None:
@@ -119,11 +119,11 @@ def _options_of(
     required = [
         key for key, field in fields.items() if field.default is attrs.NOTHING and key not in {*usual, "block_size"}
     ]
-    others = [key for key in required if fields[key].type not in ("int", int)]
-    if others:
+    names = [key for key in required if fields[key].type not in ("int", int)]
+    if names:
         raise ConformanceError(
-            f"cache spec {spec_class.kind!r} needs {', '.join(map(repr, others))}, and the kit has values for whole "
-            f"numbers only: give all that it needs, by --options '{{\"{others[0]}\": …}}' or by `options` of SpecTests"
+            f"cache spec {spec_class.kind!r} needs {', '.join(map(repr, names))}, and the kit has values for whole "
+            f"numbers only: give all that it needs, by --options '{{\"{names[0]}\": …}}' or by `options` of SpecTests"
         )
     variants = [{**usual, **dict(zip(required, sizes * len(required), strict=False))} for sizes in _SIZES]
     possible = [variant for variant in variants if _can_be_made(spec_class, variant)]
@@ -144,14 +144,14 @@ def _can_be_made(spec_class: type[KVCacheSpec], variant: Mapping[str, Any]) -> b
 def _check_plan(spec: KVCacheSpec, max_tokens: int) -> None:
     """Plan one layer; planning checks a sample of answers up to real lengths too."""
     longest = _LONGEST
-    others = {} if spec.sequence == TOKENS else {spec.sequence: longest}
+    input_lens = {} if spec.sequence == TOKENS else {spec.sequence: longest}
     try:
         plan_cache(
             group_layers([LayerSpec(name="layer", spec=spec)]),
             memory_bytes=1 << 30,
             max_model_len=longest,
             max_num_batched_tokens=max_tokens,
-            max_input_lens=others,
+            max_input_lens=input_lens,
         )
     except KVFrameError as error:
         raise ConformanceError(f"{spec}: {error}") from error

@@ -184,19 +184,19 @@ def _check_host_fields(builder: AttentionMetadataBuilder, common: CommonAttentio
         return
     if builder.batch_order is not None and not is_ordered(builder.batch_order, common):
         common, _ = permute(common, builder.batch_order)
-    elsewhere = {
+    device_tensors = {
         name: getattr(common, name).to(META)
         for name in DEVICE_FIELDS - builder.on_host
         if getattr(common, name) is not None
     }
     undeclared = f"its builder reads other fields on the host than on_host = {sorted(builder.on_host)}"
-    with CopyCounter() as mixed:
+    with CopyCounter() as counter:
         try:
-            builder.build_together([(builder, attrs.evolve(common, **elsewhere))])
+            builder.build_together([(builder, attrs.evolve(common, **device_tensors))])
         except (RuntimeError, TypeError) as error:
             raise ConformanceError(f"{undeclared}: {error}") from error
-    if mixed.names:
-        raise ConformanceError(f"{undeclared}: {mixed.names[0]} mixes tensors of host and device")
+    if counter.names:
+        raise ConformanceError(f"{undeclared}: {counter.names[0]} mixes tensors of host and device")
 
 
 def _attend(runner: Runner, case: Case, learned: Learned, num_tokens: int) -> None:

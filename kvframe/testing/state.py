@@ -62,8 +62,8 @@ class AnyMask:
         run = self.stride or self.chunk
         if run is not None:
             start = n - n % run
-            lasts = range(run - 1, start, run) if self.stride else ()
-            parts = [*((last, last + 1) for last in lasts), (start, n)]
+            last_tokens = range(run - 1, start, run) if self.stride else ()
+            parts = [*((last, last + 1) for last in last_tokens), (start, n)]
         else:
             start = 0 if self.window is None else max(0, n - (self.window - 1) * self.dilation)
             parts = [(0, min(self.num_sink_tokens, start)), (start, n)]

@@ -82,13 +82,13 @@ class KitTests:
         if reason := self.why_not():
             metafunc.parametrize("kit_check", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["all"])
             return
-        chosen = self.make_checks(whole=False).checks
-        tests = [pytest.param(check, id=check.name) for check in chosen]
+        chosen_checks = self.make_checks(whole=False).checks
+        tests = [pytest.param(check, id=check.name) for check in chosen_checks]
         # Most runs leave the rest out, so that it is not even made.
         expression = metafunc.config.option.markexpr
         if "whole" in expression and "not whole" not in expression:
             metafunc.config.addinivalue_line("markers", _WHOLE)
-            names = {check.name for check in chosen}
+            names = {check.name for check in chosen_checks}
             rest = [check for check in self.make_checks(whole=True).checks if check.name not in names]
             tests += [pytest.param(check, id=check.name, marks=pytest.mark.whole) for check in rest]
         metafunc.parametrize("kit_check", tests)
@@ -150,8 +150,8 @@ class BackendTests(KitTests):
             return None
         if isinstance(self.backend, str):
             claim = _registry().backends.get(self.backend)
-            if lacking := [*claim.missing(), *claim.outdated()]:
-                return f"backend {self.backend!r} needs {'; '.join(lacking)}"
+            if lacking_libraries := [*claim.missing(), *claim.outdated()]:
+                return f"backend {self.backend!r} needs {'; '.join(lacking_libraries)}"
         reason: str | None = self.find_part()[1].unusable_reason()
         return reason
 

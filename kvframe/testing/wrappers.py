@@ -70,17 +70,17 @@ def check_wrapper(wrapper: MetadataWrapper, layer: LayerSpec) -> None:
     bound = wrapper.for_layer(layer)
     assert layer.spec is not None
     batches = wrapper_batches(layer.spec.block_size)
-    taken, results = 0, list[_Kept]()
+    num_accepted, results = 0, list[_Kept]()
     for name, requests in {**batches, **cross_wrapper_batches(layer.spec.block_size)}.items():
         for batch, metadata in _variants(name, make_metadata(requests, layer.spec.block_size)):
             for axis in _open_axes(bound):
-                taken += _check_batch(bound, layer, batch, _extend(bound, metadata, axis), results)
+                num_accepted += _check_batch(bound, layer, batch, _extend(bound, metadata, axis), results)
         for batch, metadata in _of_another_host(name, make_metadata(requests, layer.spec.block_size)):
             _check_batch(bound, layer, batch, metadata, results)
-    if not taken:
+    if not num_accepted:
         raise _failure(wrapper, "any batch", "it refuses all of them")
-    for batch, wrapped, before in results:
-        _require_equal(wrapper, batch, "a later call writes to its result", before, _values(wrapped))
+    for batch, wrapped_metadata, values_before in results:
+        _require_equal(wrapper, batch, "a later call writes to its result", values_before, _values(wrapped_metadata))
     _check_loops(bound, batches["mixed"], layer.spec.block_size)
     for level, names in _uniform_families(batches).items():
         if bound.capture >= level:
@@ -141,8 +141,8 @@ def _extend(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata, axis: A
             host = _make_range_ends(metadata)
         return Extension(host.clone(), along, host)
 
-    taken = [name for name, use in wrapper.extensions.items() if use is not FieldUse.REJECT]
-    return attrs.evolve(metadata, extensions={name: extension(name) for name in taken})
+    accepted_names = [name for name, use in wrapper.extensions.items() if use is not FieldUse.REJECT]
+    return attrs.evolve(metadata, extensions={name: extension(name) for name in accepted_names})
 
 
 _Kept = tuple[str, CommonAttentionMetadata, dict[str, Any]]
@@ -162,10 +162,14 @@ def _make_range_ends(metadata: CommonAttentionMetadata) -> torch.Tensor:
 
 
 def _check_declaration(wrapper: MetadataWrapper) -> None:
-    undeclared = [name for name in _FIELDS if name not in wrapper.fields]
-    unknown = sorted(set(wrapper.fields) - set(_FIELDS))
-    if undeclared or unknown:
-        problem = f"does not declare {undeclared}" if undeclared else f"declares {unknown}, which the metadata lacks"
+    undeclared_names = [name for name in _FIELDS if name not in wrapper.fields]
+    unknown_names = sorted(set(wrapper.fields) - set(_FIELDS))
+    if undeclared_names or unknown_names:
+        problem = (
+            f"does not declare {undeclared_names}"
+            if undeclared_names
+            else f"declares {unknown_names}, which the metadata lacks"
+        )
         raise _failure(wrapper, "its class", f"it {problem}")
 
 
@@ -179,36 +183,36 @@ def _check_batch(
     """Check one batch, and add what is made of it to the results; return whether the wrapper accepts it."""
     values_before, writes_before = _values(metadata, copy=True), _writes(metadata)
     try:
-        first = apply_wrapper(wrapper, metadata)
-        second = apply_wrapper(wrapper, metadata)
+        first_result = apply_wrapper(wrapper, metadata)
+        second_result = apply_wrapper(wrapper, metadata)
     except WrapperError as error:
         if error.code in MISTAKES:
             raise _failure(wrapper, batch, str(error)) from error
         return False
     _require_equal(wrapper, batch, "it writes to its input", writes_before, _writes(metadata))
     _require_equal(wrapper, batch, "it writes to its input", values_before, _values(metadata))
-    _require_equal(wrapper, batch, "it gives two results for one input", _values(first), _values(second))
-    _check_extensions(wrapper, layer, batch, metadata, first)
-    problem = find_problem(first) or find_difference(wrapper, layer, metadata, first)
+    _require_equal(wrapper, batch, "it gives two results for one input", _values(first_result), _values(second_result))
+    _check_extensions(wrapper, layer, batch, metadata, first_result)
+    problem = find_problem(first_result) or find_difference(wrapper, layer, metadata, first_result)
     if problem:
         raise _failure(wrapper, batch, problem)
     _check_devices(wrapper, batch, metadata)
-    results.append((batch, first, _values(first, copy=True)))
+    results.append((batch, first_result, _values(first_result, copy=True)))
     return True
 
 
 def _check_devices(wrapper: MetadataWrapper, batch: str, metadata: CommonAttentionMetadata) -> None:
     """Check that a wrapper does not wait for the device, and makes each field where it belongs."""
     try:
-        wrapped = wrapper(on_device(metadata))
+        wrapped_metadata = wrapper(on_device(metadata))
     except (RuntimeError, TypeError) as error:
         raise _failure(
             wrapper, batch, f"it waits for a value of the device, or mixes its tensors with the host's: {error}"
         ) from error
-    for name, value in _values(wrapped).items():
+    for name, value in _values(wrapped_metadata).items():
         if isinstance(value, torch.Tensor) and value.is_meta == name.endswith("_cpu"):
-            place, other = ("device", "host") if value.is_meta else ("host", "device")
-            raise _failure(wrapper, batch, f"it makes {name} on the {place}, and it belongs to the {other}")
+            place, right_place = ("device", "host") if value.is_meta else ("host", "device")
+            raise _failure(wrapper, batch, f"it makes {name} on the {place}, and it belongs to the {right_place}")
 
 
 def _check_extensions(
@@ -216,17 +220,17 @@ def _check_extensions(
     layer: LayerSpec,
     batch: str,
     metadata: CommonAttentionMetadata,
-    wrapped: CommonAttentionMetadata,
+    wrapped_metadata: CommonAttentionMetadata,
 ) -> None:
     for name, extension in metadata.extensions.items():
-        use, wrapped_extension = wrapper.extensions[name], wrapped.extensions.get(name)
+        use, wrapped_extension = wrapper.extensions[name], wrapped_metadata.extensions.get(name)
         if use is FieldUse.CARRY and (wrapped_extension is None or wrapped_extension.values is not extension.values):
             raise _failure(wrapper, batch, f"it declares to carry the extension {name!r} and returns another")
-        if use is FieldUse.RESET and wrapped_extension is extension and wrapped is not metadata:
+        if use is FieldUse.RESET and wrapped_extension is extension and wrapped_metadata is not metadata:
             raise _failure(wrapper, batch, f"it declares to reset the extension {name!r} and returns it unchanged")
-    added = set(wrapped.extensions) - set(metadata.extensions) - wrapper.added_extensions(layer)
-    if added:
-        raise _failure(wrapper, batch, f"it adds the extensions {sorted(added)} and does not declare them")
+    added_names = set(wrapped_metadata.extensions) - set(metadata.extensions) - wrapper.added_extensions(layer)
+    if added_names:
+        raise _failure(wrapper, batch, f"it adds the extensions {sorted(added_names)} and does not declare them")
 
 
 def _check_loops(wrapper: MetadataWrapper, requests: Sequence[Request], block_size: int) -> None:
@@ -256,14 +260,14 @@ def _count_instructions(wrapper: MetadataWrapper, metadata: CommonAttentionMetad
         count += event == "opcode"
         return trace
 
-    before = sys.gettrace()
+    trace_before = sys.gettrace()
     for _ in range(2):  # Python 3.12 counts from the second time on
         count = 0
         sys.settrace(trace)
         try:
             wrapper(metadata)
         finally:
-            sys.settrace(before)
+            sys.settrace(trace_before)
     return count
 
 
@@ -295,10 +299,14 @@ def _check_static_shapes(wrapper: MetadataWrapper, batches: Mapping[str, Sequenc
     for name, step in {**steps, **fewer}.items():
         padded = pad_metadata(step, **sizes)
         shapes[name] = _shapes(padded, apply_wrapper(wrapper, padded))
-    (first, expected), *others = shapes.items()
-    for name, wrapped_shapes in others:
+    (first_name, expected_shapes), *other_shapes = shapes.items()
+    for name, wrapped_shapes in other_shapes:
         _require_equal(
-            wrapper, f"{name} at a graph's sizes", f"shapes differ from those of {first}", expected, wrapped_shapes
+            wrapper,
+            f"{name} at a graph's sizes",
+            f"shapes differ from those of {first_name}",
+            expected_shapes,
+            wrapped_shapes,
         )
 
 
@@ -321,28 +329,28 @@ def _writes(metadata: CommonAttentionMetadata) -> dict[str, int]:
     return {name: num_writes(value) for name, value in _values(metadata).items() if isinstance(value, torch.Tensor)}
 
 
-def _shapes(padded: CommonAttentionMetadata, wrapped: CommonAttentionMetadata) -> dict[str, Any]:
+def _shapes(padded: CommonAttentionMetadata, wrapped_metadata: CommonAttentionMetadata) -> dict[str, Any]:
     """Return what must be equal in all steps that a graph serves: shapes, and which tensors are the batch's own."""
-    values_before, values_after = _values(padded), _values(wrapped)
+    values_before, values_after = _values(padded), _values(wrapped_metadata)
     tensors = {name: value for name, value in values_after.items() if isinstance(value, torch.Tensor)}
     return {
         **{name: (value.shape, value is values_before.get(name)) for name, value in tensors.items()},
-        "num_reqs": wrapped.num_reqs,
-        "max_query_len": wrapped.max_query_len,
+        "num_reqs": wrapped_metadata.num_reqs,
+        "max_query_len": wrapped_metadata.max_query_len,
     }
 
 
 def _require_equal(
     wrapper: MetadataWrapper, batch: str, message: str, expected: Mapping[str, Any], actual: Mapping[str, Any]
 ) -> None:
-    different = sorted(expected.keys() ^ actual.keys())
+    different_names = sorted(expected.keys() ^ actual.keys())
     for name in expected.keys() & actual.keys():
-        one, other = expected[name], actual[name]
-        tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        if not (torch.equal(one, other) if tensors else one == other):
-            different.append(name)
-    if different:
-        raise _failure(wrapper, batch, f"{message}: {', '.join(sorted(different))}")
+        expected_value, actual_value = expected[name], actual[name]
+        tensors = isinstance(expected_value, torch.Tensor) and isinstance(actual_value, torch.Tensor)
+        if not (torch.equal(expected_value, actual_value) if tensors else expected_value == actual_value):
+            different_names.append(name)
+    if different_names:
+        raise _failure(wrapper, batch, f"{message}: {', '.join(sorted(different_names))}")
 
 
 def _failure(wrapper: MetadataWrapper, batch: str, problem: str) -> ConformanceError:
@@ -367,20 +375,20 @@ def wrapper_checks(
     wrapper = make_part(part, wrapper_class, options)
     reference: type[AttentionBackend] = load_plugins().registry.backends.load("torch_reference")
     checks: list[Check] = []
-    refused: dict[str, tuple[str, ...]] = {}
+    refused_codes: dict[str, tuple[str, ...]] = {}
     for label in (label + sharing for label in LAYERS for sharing in ("", SHARING)):
         layer = make_labelled_layer(label, reference.capabilities, form_of(reference))
         try:
             bind_chain((wrapper,), layer)
         except WrapperError as error:
-            refused[label] = (error.code,)
+            refused_codes[label] = (error.code,)
             continue
         if not any(kind in label for kind in _OF_A_BATCH):
             run = partial(check_wrapper, wrapper, layer)
             checks.append(Check(name=f"declared-{_slug(label)}", features=(label,), run=run))
         codes = tuple(refusal.code for refusal in chain_refusals((wrapper,), layer, reference.capabilities, "cpu"))
         if codes:
-            refused.setdefault(label, codes)
+            refused_codes.setdefault(label, codes)
             continue
         checks += [
             Check(
@@ -392,7 +400,7 @@ def wrapper_checks(
         Check(name=f"declared-{label}", features=("more layers",), run=partial(check_wrapper, wrapper, layer))
         for label, layer in layers.items()
     ]
-    return Checks(part=part, checks=tuple(checks), refused=refused)
+    return Checks(part=part, checks=tuple(checks), refused=refused_codes)
 
 
 def _slug(label: str) -> str:
