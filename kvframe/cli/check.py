@@ -188,7 +188,7 @@ def _checks_of(request: _CheckRequest, entry: Claim, part: Any, host: PluginHost
     from kvframe.testing.checks import MAKERS, make_checks
 
     if entry.kind not in MAKERS:
-        raise PluginError(f"the kit has no checks of a part of the kind {entry.kind!r}")
+        raise PluginError(f"the kit has no checks of an {KINDS[entry.kind].label}")
     if entry.kind == "model_adapter" and request.model is None:
         raise PluginError("a model adapter is checked with a small model that it reads: give --model PATH")
     options = _parse(request.options)

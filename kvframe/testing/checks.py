@@ -1,7 +1,7 @@
 """The checks of one part of a plugin, such as a backend, and the verdict on each of its features.
 
 ``MAKERS`` names the function that makes the checks of each kind of part. The test classes of ``suites`` and
-``kvframe check`` both run these checks, and nothing else.
+``kvframe check`` both run these checks, and nothing else. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import attrs
 
 from kvframe.config.options import make_with_options
-from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import KVFrameError, PluginError, UnknownNameError
 from kvframe.contract.foreign import call, safe_reason
 from kvframe.loading.registry import Registry
 from kvframe.testing.laws import ConformanceError
+
+if TYPE_CHECKING:
+    from kvframe.contract.backend import AttentionBackend
 
 MAKERS: Mapping[str, str] = {
     "backend": "kvframe.testing.backend_checks:backend_checks",

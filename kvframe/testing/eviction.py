@@ -12,9 +12,12 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvframe import FullAttentionSpec, KVCacheManager, KVCachePlan, group_layers, plan_cache
 from kvframe.contract.eviction import MOST_USES, EvictionPolicy, ReleasedPages
+from kvframe.contract.specs import LayerSpec
 from kvframe.testing.checks import Check, Checks, make_part
 from kvframe.testing.laws import ConformanceError, answer_of
+from kvframe.testing.requests import MAX_RUNNING, PageContents, check_manager
 
 USES = np.array([0, 1, 2, 3, 5, 8, 100, 10**4, 10**9])
 """Numbers of uses, in ascending order."""
@@ -46,10 +49,26 @@ def check_policy(policy: EvictionPolicy) -> None:
     * *hints*: of two pages that differ in one hint, the one with the worse hint is not evicted later; the other laws
       hold for pages with any equal hints;
     * *forgetting*: no page is kept for ever: a page that is no longer used, with any number of uses, is evicted before
-      a page that was released after the pool had been refilled ten thousand times.
+      a page that was released after the pool had been refilled ten thousand times;
+    * *requests*: the cache stays right with the policy: random requests find states of their own tokens only
+      (``kvframe.testing.requests``).
     """
     for capacity, shares in itertools.product(CAPACITIES, range(len(REUSE))):
         check_in_pool(policy, capacity, shares)
+    check_requests(policy)
+
+
+def check_requests(policy: EvictionPolicy) -> None:
+    """Run random requests in a small pool from which a policy evicts, beside the definition of a cache."""
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
+    grouping = group_layers([LayerSpec(name="layer", spec=spec)])
+    plan = plan_cache(grouping, memory_bytes=4096, max_model_len=64, max_num_batched_tokens=16)
+
+    def make(plan: KVCachePlan, contents: PageContents) -> KVCacheManager:
+        copies: dict[str, Any] = {"copier": contents.copy_within, "host_pages": contents}
+        return KVCacheManager(plan, max_num_seqs=MAX_RUNNING, eviction=policy, **copies)
+
+    check_manager(make, plan)
 
 
 def check_in_pool(policy: EvictionPolicy, capacity: int, shares: int) -> None:
@@ -65,7 +84,7 @@ def check_in_pool(policy: EvictionPolicy, capacity: int, shares: int) -> None:
 def policy_checks(
     policy_class: type[EvictionPolicy], options: Mapping[str, Any] | None = None, *, name: str = ""
 ) -> Checks:
-    """Return the checks of a policy, one for each pool and share of reuse."""
+    """Return the checks of a policy: one for each pool and share of reuse, and random requests."""
     part = f"eviction policy {name or policy_class.name!r}"
     policy = make_part(part, policy_class, options)
     checks = [
@@ -76,6 +95,7 @@ def policy_checks(
         )
         for capacity, shares in itertools.product(CAPACITIES, range(len(REUSE)))
     ]
+    checks.append(Check(name="requests", features=("random requests",), run=partial(check_requests, policy)))
     return Checks(part=part, checks=tuple(checks))
 
 

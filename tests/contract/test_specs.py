@@ -459,9 +459,10 @@ def test_the_kit_says_that_refused_tokens_leave_no_state() -> None:
         check_spec(state(num_drafts=2), num_refused=3)
 
 
-def test_checking_a_spec_needs_no_torch_and_the_kit_no_test_framework() -> None:
+def test_checking_specs_policies_and_page_stores_needs_no_torch_and_the_kit_no_test_framework() -> None:
     code = (
-        "import sys, kvframe.testing.laws; print('torch' in sys.modules);"
+        "import sys, kvframe.testing.laws, kvframe.testing.eviction, kvframe.testing.scheduling;"
+        "import kvframe.testing.page_stores; print('torch' in sys.modules);"
         "import kvframe.testing.conformance; print('pytest' in sys.modules or 'hypothesis' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
