@@ -82,21 +82,21 @@ def backend_checks(
     runs = tuple(run for run in runs if all(keeps(run.case(layer, 0)) for layer in run.layers))
     if not cases or not runs:
         raise ConformanceError(f"backend {name or backend_class.__name__!r}: no case or no run is left to check")
-    sampled_cases, run_device = sample(cases, together), runs_on or device
+    sampled_cases, runs_on = sample(cases, together), runs_on or device
     checks = []
     if backend_class.options_class is not None:
         run = partial(_check_options, name or backend_class.__name__, backend_class)
         checks.append(Check(name="options", features=("options",), run=run))
-    checks += [_case_check(backend_class, case, run_device) for case in (cases if whole else sampled_cases)]
+    checks += [_case_check(backend_class, case, runs_on) for case in (cases if whole else sampled_cases)]
     # Neither the value of dead memory nor the host depends on the sizes of a step, so small steps are enough.
     small, sampled_cases = (
         tuple(case for case in part if not is_served(case.name)) for part in (tuple(cases), sampled_cases)
     )
     checks += [
-        _case_check(backend_class, case, run_device, LARGE) for case in (small if whole else sample(sampled_cases, ()))
+        _case_check(backend_class, case, runs_on, LARGE) for case in (small if whole else sample(sampled_cases, ()))
     ]
-    checks += [_host_check(backend_class, case, run_device, host, writes_out) for case, host in in_other_hosts(small)]
-    checks += [_run_check(backend_class, run, run_device) for run in (runs if whole else sample_runs(runs, run_traits))]
+    checks += [_host_check(backend_class, case, runs_on, host, writes_out) for case, host in in_other_hosts(small)]
+    checks += [_run_check(backend_class, run, runs_on) for run in (runs if whole else sample_runs(runs, run_traits))]
     refused = dict(_refused(backend_class, device, form, formats))
     return Checks(
         part=f"backend {name or backend_class.__name__!r}", checks=tuple(checks), refused=refused, order=_ORDER

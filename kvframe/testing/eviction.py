@@ -132,12 +132,10 @@ class _PolicyInPool:
 
     def require(self, holds: bool, problem: str) -> None:
         if not holds:
-            circumstances = f"in a pool of {self.capacity} bytes, with shares of reuse {self.reuse.tolist()}"
+            context = f"in a pool of {self.capacity} bytes, with shares of reuse {self.reuse.tolist()}"
             if self.seconds_left is not None:
-                circumstances += (
-                    f", needed for {self.seconds_left} seconds, of requests of priority {self.request_priority}"
-                )
-            raise ConformanceError(f"{self.policy!r}: {problem}, {circumstances}")
+                context += f", needed for {self.seconds_left} seconds, of requests of priority {self.request_priority}"
+            raise ConformanceError(f"{self.policy!r}: {problem}, {context}")
 
     def require_ascending(self, priorities: npt.NDArray[np.int64], subject: str) -> None:
         is_ascending = all(one <= next_one for one, next_one in itertools.pairwise(priorities.tolist()))
@@ -166,10 +164,8 @@ def _check_hints(ask: _PolicyInPool) -> None:
 def _check_in_pool(ask: _PolicyInPool) -> None:
     priorities = np.stack([ask(clock, USES) for clock in CLOCKS])
     for clock, row in zip(CLOCKS, priorities, strict=True):
-        lone_priorities = np.concatenate([ask(clock, USES[[place]]) for place in range(len(USES))])
-        ask.require(
-            np.array_equal(lone_priorities, row), "alone: priorities depend on the other pages that are released"
-        )
+        lone_row = np.concatenate([ask(clock, USES[[place]]) for place in range(len(USES))])
+        ask.require(np.array_equal(lone_row, row), "alone: priorities depend on the other pages that are released")
         ask.require(
             np.array_equal(ask(clock, USES[::-1])[::-1], row), "alone: priorities depend on the order of the pages"
         )
@@ -177,7 +173,5 @@ def _check_in_pool(ask: _PolicyInPool) -> None:
     for uses, column in zip(USES.tolist(), priorities.T, strict=True):
         ask.require_ascending(column, f"age: used {uses} times, priorities at {list(CLOCKS)} are")
     if ask.capacity:
-        later_priority = ask(CLOCKS[-2] + _LONG * ask.capacity, USES[:1])
-        ask.require(
-            bool((priorities[-2] < later_priority).all()), "forgetting: pages are kept for ever once they are used"
-        )
+        late_row = ask(CLOCKS[-2] + _LONG * ask.capacity, USES[:1])
+        ask.require(bool((priorities[-2] < late_row).all()), "forgetting: pages are kept for ever once they are used")

@@ -157,24 +157,16 @@ def _check_slots(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) ->
     other_bytes = torch.cat([pages.pool[: pages.page_bytes], pages.pool[3 * pages.page_bytes :]])
     require((other_bytes == 255).all(), kv_format, "write() changes bytes of other pages")
     require((pages.pool[~pages.is_own] == 255).all(), kv_format, "write() changes bytes of other layers")
-    tokens_before, content = pages.read(1, 2), pages.pool.clone()
+    old, content = pages.read(1, 2), pages.pool.clone()
     first_slot = BLOCK_SIZE + 1  # one token in the middle of page 1
     pages.write(2 * key[:1], 2 * value[:1], first_slot)
-    tokens_after = pages.read(1, 2)
-    untouched = [0, *range(2, 2 * BLOCK_SIZE)]
+    new = pages.read(1, 2)
+    rest = [0, *range(2, 2 * BLOCK_SIZE)]
     for name in ("k", "v"):
-        require(
-            same_bits(tokens_before[name][untouched], tokens_after[name][untouched]),
-            kv_format,
-            "write() changes other slots",
-        )
-    changed_bytes = (content != pages.pool).nonzero().flatten()
+        require(same_bits(old[name][rest], new[name][rest]), kv_format, "write() changes other slots")
+    offsets = (content != pages.pool).nonzero().flatten()
     start, stop = pages.page_bytes, 2 * pages.page_bytes
-    require(
-        bool(((changed_bytes >= start) & (changed_bytes < stop)).all()),
-        kv_format,
-        "write() changes bytes of other pages",
-    )
+    require(bool(((offsets >= start) & (offsets < stop)).all()), kv_format, "write() changes bytes of other pages")
     content_before = pages.pool.clone()
     pages.write(key[:0], value[:0])
     require(same_bits(content_before, pages.pool), kv_format, "writing no token changes something")

@@ -133,19 +133,17 @@ def _check_mask_function(answers: _SpecAnswers) -> None:
     )
     _require_equal(spec, "mask_function(1, 0)", bool(mask_values[1, 0]), lone_value)
     for n, ranges in enumerate(live):
-        shown_tokens = set(mask_values[n].nonzero()[0].tolist())
-        required_tokens = _tokens(ranges) | {n} if is_causal else _seen_both_ways(spec, n, len(live))
-        problem = f"at {n} mask_function shows {sorted(shown_tokens)}, live and its own are {sorted(required_tokens)}"
+        shown = set(mask_values[n].nonzero()[0].tolist())
+        needed_tokens = _tokens(ranges) | {n} if is_causal else _seen_both_ways(spec, n, len(live))
+        problem = f"at {n} mask_function shows {sorted(shown)}, live and its own are {sorted(needed_tokens)}"
         if spec.is_sparse:
-            require(shown_tokens <= required_tokens, spec, problem)
-            require(n in shown_tokens, spec, f"at {n} mask_function does not show the query itself")
+            require(shown <= needed_tokens, spec, problem)
+            require(n in shown, spec, f"at {n} mask_function does not show the query itself")
             continue
         hint = (
-            "; a type whose queries see fewer tokens than are live declares is_sparse"
-            if shown_tokens < required_tokens
-            else ""
+            "; a type whose queries see fewer tokens than are live declares is_sparse" if shown < needed_tokens else ""
         )
-        require(shown_tokens == required_tokens, spec, problem + hint)
+        require(shown == needed_tokens, spec, problem + hint)
 
 
 def _seen_both_ways(spec: KVCacheSpec, n: int, num_tokens: int) -> set[int]:
@@ -210,35 +208,33 @@ def _check_stored(answers: _SpecAnswers) -> None:
             limit = spec.num_resident_blocks(n, size)
             # Block boundaries within the step, and the ones before and after it.
             for branch in {0, *range(first_block * block_size, (stop + 1) * block_size + 1, block_size)}:
-                question = f"stored_blocks({n}, {size}, {branch})"
+                call = f"stored_blocks({n}, {size}, {branch})"
                 ranges = tuple(spec.stored_blocks(n, size, branch))
                 ends = [first_block, *(end for item in ranges for end in item), stop]
                 in_order = all(start < end for start, end in ranges) and ends == sorted(ends)
-                require(
-                    in_order, spec, f"{question} is {ranges}, not sorted, disjoint and within [{first_block}, {stop})"
-                )
+                require(in_order, spec, f"{call} is {ranges}, not sorted, disjoint and within [{first_block}, {stop})")
                 resident = _tokens(ranges) | live[n]
                 for end in range(max(n, n + size - num_refused), n + size + 1):
                     lost = live[end] - resident
-                    require(not lost, spec, f"{question} has no page for the blocks {sorted(lost)}, live at {end}")
+                    require(not lost, spec, f"{call} has no page for the blocks {sorted(lost)}, live at {end}")
                 require(
                     len(resident) <= limit,
                     spec,
-                    f"{question} and what is live at {n} are {len(resident)} blocks, more than num_resident_blocks: "
+                    f"{call} and what is live at {n} are {len(resident)} blocks, more than num_resident_blocks: "
                     f"{limit}",
                 )
 
 
 def _check_retained(answers: _SpecAnswers) -> None:
     spec, live = answers.spec, answers.live
-    retaining_spec = spec.retain_all()
+    wider = spec.retain_all()
     require(
-        dict(retaining_spec.state_tensors()) == dict(spec.state_tensors()),
+        dict(wider.state_tensors()) == dict(spec.state_tensors()),
         spec,
         "retain_all() stores other state tensors",
     )
     for n, ranges in enumerate(live):
-        lost = _tokens(ranges) - _tokens(retaining_spec.live_ranges(n))
+        lost = _tokens(ranges) - _tokens(wider.live_ranges(n))
         require(not lost, spec, f"retain_all() loses tokens {sorted(lost)} at {n}")
 
 
@@ -249,24 +245,22 @@ def _check_layout(answers: _SpecAnswers) -> None:
     require(not unknown_names, spec, f"layout_fields names {unknown_names}, which are no fields")
     require(attrs.evolve(spec) == spec, spec, "it is not equal to a spec with the same fields: layers find no group")
     for name in sorted(spec.layout_fields):
-        changed_specs = list(_others(spec, name))
-        for changed_spec in changed_specs:
-            change = f"layout_fields has {name}, and with {name} = {getattr(changed_spec, name)} instead"
+        variants = list(_others(spec, name))
+        for variant in variants:
+            change = f"layout_fields has {name}, and with {name} = {getattr(variant, name)} instead"
             for n, ranges in enumerate(answers.live):
-                ranges_of_other = _ask(changed_spec, n)
+                ranges_of_other = _ask(variant, n)
                 hint = "so layers that differ in it cannot share a block table"
                 require(
                     ranges_of_other == ranges,
                     spec,
                     f"{change} live_ranges({n}) is {ranges_of_other}, not {ranges}: {hint}",
                 )
-            require(changed_spec.mask == spec.mask, spec, f"{change} the mask is {changed_spec.mask}")
+            require(variant.mask == spec.mask, spec, f"{change} the mask is {variant.mask}")
         # Sizes of what a type makes of its state may be there too.
-        if changed_specs and (name == "dtype" or {*spec.in_format(PLAIN).state_tensors()} == {"k", "v"}):
-            changes_state = any(
-                dict(changed_spec.state_tensors()) != dict(spec.state_tensors()) for changed_spec in changed_specs
-            )
-            require(changes_state, spec, f"layout_fields has {name}, which changes nothing of state_tensors()")
+        if variants and (name == "dtype" or {*spec.in_format(PLAIN).state_tensors()} == {"k", "v"}):
+            is_stored = any(dict(variant.state_tensors()) != dict(spec.state_tensors()) for variant in variants)
+            require(is_stored, spec, f"layout_fields has {name}, which changes nothing of state_tensors()")
 
 
 def _others(spec: KVCacheSpec, name: str) -> Iterator[KVCacheSpec]:
@@ -282,11 +276,11 @@ def _others(spec: KVCacheSpec, name: str) -> Iterator[KVCacheSpec]:
         )
     for new_value in values:
         try:
-            changed_spec = attrs.evolve(spec, **{name: new_value})
-            changed_spec.state_tensors()
+            variant = attrs.evolve(spec, **{name: new_value})
+            variant.state_tensors()
         except (KVFrameError, ValueError):
             continue
-        yield changed_spec
+        yield variant
 
 
 def _check_state(answers: _SpecAnswers) -> None:
@@ -295,10 +289,8 @@ def _check_state(answers: _SpecAnswers) -> None:
     require(spec.block_size % spec.tokens_per_entry == 0, spec, "a block has whole entries of tokens_per_entry tokens")
     length = spec.states_per_block if spec.is_per_block else spec.block_size // spec.tokens_per_entry
     for name, tensor in spec.state_tensors().items():
-        problem = (
-            f"the state {name!r} of a block has the shape {tensor.shape}, and {length} must be its first dimension"
-        )
-        require(tensor.shape[:1] == (length,), spec, problem)
+        text = f"the state {name!r} of a block has the shape {tensor.shape}, and {length} must be its first dimension"
+        require(tensor.shape[:1] == (length,), spec, text)
 
 
 def _check_queries(answers: _SpecAnswers) -> None:
@@ -325,12 +317,12 @@ def _check_queries(answers: _SpecAnswers) -> None:
         for name, shape in shapes.items():
             is_shape = isinstance(shape, tuple) and all(type(size) is int and size > 0 for size in shape)
             require(is_shape, spec, f"the parameter {name!r} has the shape {shape}, not a tuple of whole numbers")
-        expected_shape = None if query.relative_bias is None else (bias.num_buckets, query.num_heads)
+        expected = None if query.relative_bias is None else (bias.num_buckets, query.num_heads)
         bias_shape = shapes.get(RELATIVE_BIAS)
         require(
-            bias_shape == expected_shape,
+            bias_shape == expected,
             spec,
-            f"the parameter {RELATIVE_BIAS!r} has the shape {bias_shape}, not {expected_shape}",
+            f"the parameter {RELATIVE_BIAS!r} has the shape {bias_shape}, not {expected}",
         )
 
 
@@ -338,12 +330,8 @@ def _check_drafts(answers: _SpecAnswers) -> None:
     """Check that the same tokens are live for requests that compute draft tokens."""
     with_drafts = answers.spec.with_drafts(2)
     for n, ranges in enumerate(answers.live):
-        drafting_ranges = _ask(with_drafts, n)
-        require(
-            drafting_ranges == ranges,
-            answers.spec,
-            f"with_drafts(2) has live {drafting_ranges} at {n}, and the type {ranges}",
-        )
+        drafted = _ask(with_drafts, n)
+        require(drafted == ranges, answers.spec, f"with_drafts(2) has live {drafted} at {n}, and the type {ranges}")
 
 
 LAWS: Mapping[str, Callable[[_SpecAnswers], None]] = {

@@ -321,15 +321,13 @@ def _check_other_sizes(store: PageStore) -> None:
 def _check_duplicates(store: PageStore) -> None:
     with _open(store) as opened:
         keys = _new_keys(_BATCH)
-        doubled_keys = [key for key in keys for _ in range(2)]
-        count = opened.write(doubled_keys, [record_of(key, SIZES[0]) for key in doubled_keys])
-        require(
-            count == sum(opened.find(doubled_keys)), "honest: write() counts keys that are given twice in another way"
-        )
-        opened.require_right(doubled_keys, SIZES[0], when="if its key is given twice")
+        pairs = [key for key in keys for _ in range(2)]
+        count = opened.write(pairs, [record_of(key, SIZES[0]) for key in pairs])
+        require(count == sum(opened.find(pairs)), "honest: write() counts keys that are given twice in another way")
+        opened.require_right(pairs, SIZES[0], when="if its key is given twice")
         opened.keep(keys, SIZES[0])
         opened.require_right(keys, SIZES[0], when="after it was written twice")
-        opened.forget(doubled_keys)
+        opened.forget(pairs)
         opened.require_absent(keys, "keys that were forgotten twice")
 
 
@@ -557,10 +555,8 @@ def _check_killed(store: PageStore, *, num_kills: int) -> None:
                 require(line != b"", "form: a process that starts writers ended")
                 num_batches += line == b"batch\n"
             # The last batch is the one that was being written.
-            first_batch, last_batch = max(0, num_batches - 8), num_batches + 1
-            keys = [
-                key_of(job.killed_seed(kill), index) for index in range(job.batch * first_batch, job.batch * last_batch)
-            ]
+            start, stop = max(0, num_batches - 8), num_batches + 1
+            keys = [key_of(job.killed_seed(kill), index) for index in range(job.batch * start, job.batch * stop)]
             opened.require_right(keys, job.record_bytes, when="after its writer was killed")
             _pipe(process.stdin).write(b"next\n")
             _pipe(process.stdin).flush()

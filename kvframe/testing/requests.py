@@ -232,11 +232,8 @@ class _Requests:
         is_cached = request.computed == len(tokens) and 2 * self.plan.num_slabs_for(num_blocks) <= self.plan.num_slabs
         if is_cached and getattr(self.manager, "prefix_caching", True):
             num_found = self.manager.start("again", tokens)
-            expected_hit = self.longest_prefix(request)
-            require(
-                expected_hit == num_found,
-                f"finding: {num_found} tokens of {tokens} are found again, not {expected_hit}",
-            )
+            expected = self.longest_prefix(request)
+            require(expected == num_found, f"finding: {num_found} tokens of {tokens} are found again, not {expected}")
             self.manager.free("again")
 
     def longest_prefix(self, request: Request) -> int:
@@ -272,21 +269,18 @@ class _Requests:
             request.tokens.append(self.draw.randint(0, 1))
         target = min(request.computed + num_tokens, len(request.tokens))
         end = min(target + num_drafts, self.plan.max_model_len, request.computed + self.max_step)
-        blocks_before = self.block_ids(name)
+        old_ids = self.block_ids(name)
         self.verbs["extend"] += 1
         if not self.manager.extend(name, end):
-            require(
-                blocks_before == self.block_ids(name),
-                "refusing: a step without pages changed the blocks of its request",
-            )
+            require(old_ids == self.block_ids(name), "refusing: a step without pages changed the blocks of its request")
             return False
         blocks = self.block_ids(name)
         step = [*request.tokens[request.computed : target], *[self.draw.randint(0, 1) for _ in range(end - target)]]
         written_pages = self.contents.compute(request, step, blocks)
-        other_pages = {page for other_name in self.running if other_name != name for page in self.pages(other_name)}
+        foreign_pages = {page for owner in self.running if owner != name for page in self.pages(owner)}
         require(
-            not written_pages & other_pages,
-            f"writing: a step writes to pages of another request, {written_pages & other_pages}",
+            not written_pages & foreign_pages,
+            f"writing: a step writes to pages of another request, {written_pages & foreign_pages}",
         )
         self.manager.commit(name, request.tokens, target)
         self.verbs["commit"] += 1

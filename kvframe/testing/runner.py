@@ -181,12 +181,10 @@ class Runner:
 
     def give_pages(self, step: Mapping[str, Request]) -> set[str]:
         """Free requests that left, and give pages to the others; return the names of those that joined."""
-        manager, joined_names = self.manager, set(step) - self._running
+        manager, new_names = self.manager, set(step) - self._running
         for name in sorted(self._running - set(step)):
             manager.free(name)
-        num_cached_of = {
-            name: request.num_cached for name, request in reversed([*step.items()]) if name in joined_names
-        }
+        num_cached_of = {name: request.num_cached for name, request in reversed([*step.items()]) if name in new_names}
         if self._num_shared:
             for name in [*num_cached_of][::-1]:
                 manager.start(name, self._token_ids[name])
@@ -197,7 +195,7 @@ class Runner:
         for name, request in step.items():
             self._extend(name, request.seq_len)
         self._running = set(step)
-        return joined_names
+        return new_names
 
     def _start_in_turns(self, num_cached_of: Mapping[str, int]) -> None:
         """Start requests, which get pages in turns with one that leaves, so that none has consecutive pages."""
@@ -236,10 +234,10 @@ class Runner:
             step: The step's requests.
             poison: The value of all other memory.
         """
-        joined_names = self.give_pages(step)
+        new_names = self.give_pages(step)
         if self._host.has_own_pages:
             self.storage = self._host.begin(cases[0], self.manager, self._device)
-        names, slots = sorted(joined_names), dict[tuple[int, str], tuple[torch.Tensor, Slots]]()
+        names, slots = sorted(new_names), dict[tuple[int, str], tuple[torch.Tensor, Slots]]()
         for case in cases:
             group = self.group_of(case.layer)
             table = self.manager.tables[group]
@@ -252,9 +250,7 @@ class Runner:
             (tensor, places, tensor[places].clone())
             for case in cases
             for tensor in self.storage.views[case.layer.name].values()
-            for places in (
-                slots[self.group_of(case.layer), name][1].places for name in step if name not in joined_names
-            )
+            for places in (slots[self.group_of(case.layer), name][1].places for name in step if name not in new_names)
         ]
         if cases[0].spec.kv_format == PLAIN:
             self.storage.pool.view(cases[0].stored_dtype).fill_(poison)
@@ -282,14 +278,12 @@ class Runner:
 
     def write(self, case: Case, key: torch.Tensor, value: torch.Tensor, slots: Slots) -> None:
         """Let the backend store tokens, and check that all other bytes are unchanged."""
-        bytes_before = self._beside(case, slots)
+        old_bytes = self._beside(case, slots)
         key, value = (self._host.rows(tensor).to(self._device) for tensor in (key, value))
         self._writers[case.layer.name].write_kv(key, value, self.storage.views[case.layer.name], slots)
-        bytes_after = self._beside(case, slots)
-        if not torch.equal(bytes_before, bytes_after):
-            raise ConformanceError(
-                f"write_kv changes {int((bytes_before != bytes_after).sum())} bytes beside its slots"
-            )
+        new_bytes = self._beside(case, slots)
+        if not torch.equal(old_bytes, new_bytes):
+            raise ConformanceError(f"write_kv changes {int((old_bytes != new_bytes).sum())} bytes beside its slots")
 
     def _beside(self, case: Case, slots: Slots) -> torch.Tensor:
         """Return a copy of the pool, ``[…], uint8, device``, with zeros in the layer's slots."""
@@ -404,7 +398,7 @@ class Runner:
             unchanged: What the backend must not write to, like the query; None on a device without values.
         """
         layer, sinks = self.attention[case.layer.name], learned.sinks
-        permutation, built_metadata = permutation or layer.step.read.permutation, layer.step.read.metadata
+        permutation, built = permutation or layer.step.read.permutation, layer.step.read.metadata
         chosen_tokens = None if case.query.choice is None else _choices(case, self._device)
         inverse: torch.Tensor | slice = slice(None)
         if permutation is not None:
@@ -413,11 +407,9 @@ class Runner:
             chosen_tokens = None if chosen_tokens is None else chosen_tokens.rows(lambda rows: rows[tokens])
         query = self._host.rows(query)
         guard = WriteGuard([] if unchanged is None else [query, *unchanged])
-        ways: list[tuple[str, Callable[[], Any], torch.Tensor | None]] = [(BUILT, lambda: built_metadata, sinks)]
+        ways: list[tuple[str, Callable[[], Any], torch.Tensor | None]] = [(BUILT, lambda: built, sinks)]
         if self._class.capabilities.returns_lse:
-            ways += [(WITH_LSE, lambda: built_metadata, sinks), (WITHOUT_SINKS, lambda: built_metadata, None)][
-                : 1 + (sinks is not None)
-            ]
+            ways += [(WITH_LSE, lambda: built, sinks), (WITHOUT_SINKS, lambda: built, None)][: 1 + (sinks is not None)]
         if refresh is not None and layer.step.group.builder.table_fields is not None:
             ways.append((REFRESHED, refresh, sinks))
         results = {}
@@ -435,9 +427,9 @@ class Runner:
         layer: AttentionLayer,
         case: Case,
         query: torch.Tensor,
-        built_metadata: Any,
+        built: Any,
         sinks: torch.Tensor | None,
-        chosen_tokens: ChosenTokens | None,
+        choices: ChosenTokens | None,
         way: str,
     ) -> Attended:
         backend, kv_cache = layer.step.group.backend, self.storage.views[case.layer.name]
@@ -445,13 +437,8 @@ class Runner:
         if way in (WITH_LSE, WITHOUT_SINKS):
             # It holds NaN until the backend writes there.
             lse = query.new_full(query.shape[:2], math.nan, dtype=lse_dtype(query.dtype))
-        out, more = (
-            self._host.make_output(shape, query),
-            None if chosen_tokens is None else MoreInputs(chosen=chosen_tokens),
-        )
-        values: Any = backend.attend(
-            layer.spec, query, kv_cache, built_metadata, sinks=sinks, out=out, lse=lse, more=more
-        )
+        out, more = (self._host.make_output(shape, query), None if choices is None else MoreInputs(chosen=choices))
+        values: Any = backend.attend(layer.spec, query, kv_cache, built, sinks=sinks, out=out, lse=lse, more=more)
         # A subclass is refused, because it could misreport its own values and comparisons.
         if type(values) is not torch.Tensor:
             raise ConformanceError(f"attend returns {type(values).__name__}, not torch.Tensor")

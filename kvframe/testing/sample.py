@@ -161,11 +161,8 @@ def _part(request: Request) -> str:
 def _pairs(case: Case, together: Collection[tuple[str, str]], numbers: dict[Hashable, int]) -> set[Hashable]:
     """Return a case's traits, and those pairs of them that must occur together, each trait as its number."""
     # A mask takes long to hash, so it is hashed once a case and not once a pair.
-    trait_numbers = {name: numbers.setdefault((name, value), len(numbers)) for name, value in traits(case).items()}
-    return {
-        *trait_numbers.values(),
-        *((trait_numbers[first_trait], trait_numbers[second_trait]) for first_trait, second_trait in together),
-    }
+    number_of = {name: numbers.setdefault((name, value), len(numbers)) for name, value in traits(case).items()}
+    return {*number_of.values(), *((number_of[one], number_of[two]) for one, two in together)}
 
 
 def _cost(case: Case) -> float:

@@ -65,13 +65,9 @@ def check_requests(policy: SchedulingPolicy, num_others: int, num_prompt_tokens:
     for arrival in ARRIVALS:
         orders = [order(arrival, priority) for priority in PRIORITIES]
         require(orders == sorted(orders), policy, f"urgency: of the priorities {list(PRIORITIES)} they are {orders}")
-    for first_priority, later_priority in itertools.product(PRIORITIES, PRIORITIES):
-        is_first = order(0.0, first_priority) < order(_LONG, later_priority)
-        require(
-            is_first,
-            policy,
-            f"forgetting: a request of priority {first_priority} waits for ever for those of {later_priority}",
-        )
+    for own, rival in itertools.product(PRIORITIES, PRIORITIES):
+        is_first = order(0.0, own) < order(_LONG, rival)
+        require(is_first, policy, f"forgetting: a request of priority {own} waits for ever for those of {rival}")
 
 
 def scheduling_checks(

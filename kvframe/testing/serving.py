@@ -38,14 +38,12 @@ def check_run(backend_class: type[AttentionBackend], run: Run, device: str = "cp
 
     If it declares ``returns_lse``, what it writes for the log-sum-exp is compared too.
     """
-    torch_device, case = torch.device(device), run.case(run.layers[0], 0)
+    target, case = torch.device(device), run.case(run.layers[0], 0)
     contents = {layer.name: _draw(run, layer) for layer in run.layers}
-    on_device = {
-        name: attrs.evolve(content, learned=content.learned.to(torch_device)) for name, content in contents.items()
-    }
+    on_device = {name: attrs.evolve(content, learned=content.learned.to(target)) for name, content in contents.items()}
     last_metadata: tuple[CommonAttentionMetadata, ...] = ()
     try:
-        runner = Runner(backend_class, run.layers, run.steps, torch_device, num_shared=run.num_shared)
+        runner = Runner(backend_class, run.layers, run.steps, target, num_shared=run.num_shared)
         runner.bind(on_device)
         for number, poison in zip(range(len(run.steps)), cycle(_POISONS)):
             run, step = _packed(run, number, runner)

@@ -162,14 +162,10 @@ def _make_range_ends(metadata: CommonAttentionMetadata) -> torch.Tensor:
 
 
 def _check_declaration(wrapper: MetadataWrapper) -> None:
-    undeclared_names = [name for name in _FIELDS if name not in wrapper.fields]
-    unknown_names = sorted(set(wrapper.fields) - set(_FIELDS))
-    if undeclared_names or unknown_names:
-        problem = (
-            f"does not declare {undeclared_names}"
-            if undeclared_names
-            else f"declares {unknown_names}, which the metadata lacks"
-        )
+    undeclared = [name for name in _FIELDS if name not in wrapper.fields]
+    unknown = sorted(set(wrapper.fields) - set(_FIELDS))
+    if undeclared or unknown:
+        problem = f"does not declare {undeclared}" if undeclared else f"declares {unknown}, which the metadata lacks"
         raise _failure(wrapper, "its class", f"it {problem}")
 
 
@@ -299,13 +295,13 @@ def _check_static_shapes(wrapper: MetadataWrapper, batches: Mapping[str, Sequenc
     for name, step in {**steps, **fewer}.items():
         padded = pad_metadata(step, **sizes)
         shapes[name] = _shapes(padded, apply_wrapper(wrapper, padded))
-    (first_name, expected_shapes), *other_shapes = shapes.items()
+    (first, shapes_of_first), *other_shapes = shapes.items()
     for name, wrapped_shapes in other_shapes:
         _require_equal(
             wrapper,
             f"{name} at a graph's sizes",
-            f"shapes differ from those of {first_name}",
-            expected_shapes,
+            f"shapes differ from those of {first}",
+            shapes_of_first,
             wrapped_shapes,
         )
 
