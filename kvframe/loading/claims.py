@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 import attrs
+from packaging.version import InvalidVersion, Version
 
 from kvframe.contract.errors import PluginError
 from kvframe.contract.foreign import call, in_one_line, safe_repr
@@ -71,7 +72,6 @@ def canonical(distribution: str) -> str:
 
 
 _LEAST_VERSION = re.compile(r"([A-Za-z0-9][\w.-]*)>=(\d{1,18}(?:\.\d{1,18})*)", re.ASCII)
-_RELEASE = re.compile(r"\d{1,18}(?:\.\d{1,18})*", re.ASCII)
 _MAX_NAME, _MAX_TARGET = 100, 500
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -101,14 +101,11 @@ def _find_version(distribution: str) -> str | None:
 
 
 def _is_older(version: str, least: str) -> bool:
-    """Return whether a version's release is before another one's; False if either is not a version."""
-    release = _RELEASE.match(version)
-    if release is None:
+    """Return whether a version's release is before another one's; False if it is not a version."""
+    try:
+        return Version(Version(version).base_version) < Version(least)
+    except InvalidVersion:
         return False
-    numbers = [[int(part) for part in text.split(".")] for text in (release.group(), least)]
-    length = max(map(len, numbers))
-    version_parts, least_parts = (parts + [0] * (length - len(parts)) for parts in numbers)
-    return version_parts < least_parts
 
 
 @attrs.frozen
@@ -178,13 +175,12 @@ class Claim:
 
         A distribution that is not installed under its name is ignored: source and nightly builds have other names.
         """
-        sentences = []
-        for need in self.needs_versions:
-            name, _, least = need.partition(">=")
-            version = _find_version(name)
-            if version is not None and _is_older(version, least):
-                sentences.append(f"{need}, not {version} as installed here")
-        return tuple(sentences)
+        versions = {need: _find_version(need.partition(">=")[0]) for need in self.needs_versions}
+        return tuple(
+            f"{need}, not {version} as installed here"
+            for need, version in versions.items()
+            if version is not None and _is_older(version, need.partition(">=")[2])
+        )
 
     def load(self) -> Any:
         """Import the target and return the class; raise ``PluginError`` with owner, name and cause if that fails."""

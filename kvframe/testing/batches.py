@@ -65,18 +65,6 @@ def wrapper_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
     }
 
 
-def cross_wrapper_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
-    """Return batches for wrappers, by name, in which the keys are of another sequence than the queries."""
-    return {
-        "cross": (
-            Request(0, 7, 1, num_keys=block_size + 1),
-            Request(0, 2, 0, num_keys=3 * block_size),
-            Request(0, 1, num_keys=0),
-            Request(0, 5, 3, num_keys=2),
-        )
-    }
-
-
 def cross_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
     """Return every kind of batch in which the keys are of another sequence than the queries, by name."""
     lengths = sorted({0, 1, max(1, block_size - 1), block_size, block_size + 1, 41})

@@ -35,10 +35,19 @@ from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.loading.plugins import load_plugins
 from kvframe.selection.chains import bind_chain
 from kvframe.testing.attended import find_difference
-from kvframe.testing.batches import cross_wrapper_batches, wrapper_batches
+from kvframe.testing.batches import wrapper_batches
 from kvframe.testing.case import Case, Request
 from kvframe.testing.checks import Check, Checks, make_part
-from kvframe.testing.composition import CROSS, LAYERS, NOT_CAUSAL, RANGES, SHARING, make_cases_of, make_labelled_layer
+from kvframe.testing.composition import (
+    CROSS,
+    CROSS_STEPS,
+    LAYERS,
+    NOT_CAUSAL,
+    RANGES,
+    SHARING,
+    make_cases_of,
+    make_labelled_layer,
+)
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.effects import without_side_effects
 from kvframe.testing.grid import chain_refusals
@@ -54,6 +63,12 @@ _AXES = {
 }
 _FIELDS = tuple(field.name for field in attrs.fields(CommonAttentionMetadata) if field.name != "extensions")
 _LOOP_SIZES = (8, 256)
+_UNIFORM_FAMILIES: Mapping[GraphCapture, tuple[str, ...]] = {
+    GraphCapture.DECODE: ("decode", "later_decode"),
+    GraphCapture.UNIFORM: ("drafts", "later_drafts"),
+    GraphCapture.ALWAYS: (),
+}
+"""The batches that one graph may serve, for each level of capture; all of them at the last one."""
 _OF_A_BATCH = (NOT_CAUSAL, CROSS, RANGES)
 """Kinds that differ in their batches only; a layer's declarations are checked once."""
 
@@ -71,7 +86,7 @@ def check_wrapper(wrapper: MetadataWrapper, layer: LayerSpec) -> None:
     assert layer.spec is not None
     batches = wrapper_batches(layer.spec.block_size)
     num_accepted, results = 0, list[_Kept]()
-    for name, requests in {**batches, **cross_wrapper_batches(layer.spec.block_size)}.items():
+    for name, requests in {**batches, "cross": CROSS_STEPS["mixed"]}.items():
         for batch, metadata in _variants(name, make_metadata(requests, layer.spec.block_size)):
             for axis in _open_axes(bound):
                 num_accepted += _check_batch(bound, layer, batch, _extend(bound, metadata, axis), results)
@@ -82,9 +97,9 @@ def check_wrapper(wrapper: MetadataWrapper, layer: LayerSpec) -> None:
     for batch, wrapped_metadata, values_before in results:
         _require_equal(wrapper, batch, "a later call writes to its result", values_before, _values(wrapped_metadata))
     _check_loops(bound, batches["mixed"], layer.spec.block_size)
-    for level, names in _uniform_families(batches).items():
+    for level, names in _UNIFORM_FAMILIES.items():
         if bound.capture >= level:
-            _check_static_shapes(bound, {name: batches[name] for name in names}, layer.spec.block_size)
+            _check_static_shapes(bound, {name: batches[name] for name in names or batches}, layer.spec.block_size)
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -265,15 +280,6 @@ def _count_instructions(wrapper: MetadataWrapper, metadata: CommonAttentionMetad
         finally:
             sys.settrace(trace_before)
     return count
-
-
-def _uniform_families(batches: Mapping[str, Sequence[Request]]) -> dict[GraphCapture, tuple[str, ...]]:
-    """Return the batches that one graph may serve, for each level of capture."""
-    return {
-        GraphCapture.DECODE: ("decode", "later_decode"),
-        GraphCapture.UNIFORM: ("drafts", "later_drafts"),
-        GraphCapture.ALWAYS: tuple(batches),
-    }
 
 
 def _check_static_shapes(wrapper: MetadataWrapper, batches: Mapping[str, Sequence[Request]], block_size: int) -> None:
