@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,45 +14,33 @@ from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import KVFrameError
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.metadata import SEQ_STARTS
-from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.contract.specs import KVCacheSpec
 from kvframe.selection.chains import WrapperChain
 from kvframe.testing.batches import is_served
 from kvframe.testing.case import Case
 from kvframe.testing.checks import Check, Checks
 from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import MAIN_DTYPES, in_format, installed_formats, make_cases, make_layer
+from kvframe.testing.grid import MAIN_DTYPES, in_format, installed_formats, make_cases, make_layer, make_layers
 from kvframe.testing.hosts import OtherHost, in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.runs import TRAITS, Run, make_runs, sample_runs
 from kvframe.testing.sample import TOGETHER, sample
 from kvframe.testing.serving import check_run
-from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, KEYS_AND_VALUES, SOFT_CAP, StateForm, form_of
+from kvframe.testing.state import KEYS_AND_VALUES, StateForm, form_of
 
 LARGE = 1e4
 """What fills memory without live state in some cases, instead of NaN: it finds a backend that hides NaN."""
-
-_FEATURES: Mapping[str, Mapping[str, Any]] = {
-    "full attention": {},
-    "windows": {"window": 5},
-    "sink tokens": {"window": 5, "num_sink_tokens": 3},
-    "chunks": {"chunk": 6},
-    "bidirectional": {"causal": False},
-    "windows in both directions": {"causal": False, "window": 5, "lookahead": 3},
-    "mask functions": {"stride": 6, "has_function": True},
-    "live ranges alone": {"stride": 6},
-    "sparse types": {"window": 4, "dilation": 3},
-    "soft cap": {"soft_cap": SOFT_CAP},
-    "learned sinks": {"has_sinks": True},
-    "relative bias": {"relative_bias": BIAS_SIZES},
-    "ALiBi": {"alibi_slopes": ALIBI_SLOPES},
-}
-"""Features of layers by name, each with a layer that needs it, as options of the grid's layers."""
 
 _VALUE_SIZES, _NOT_CAUSAL, _HIDDEN, _LSE = (
     *("values of another size", "batches that are not causal", "hidden first tokens", "log-sum-exp"),
 )
 _RANGES = "bidirectional ranges"
-_ORDER = (*_FEATURES, _VALUE_SIZES, _LSE, *MAIN_DTYPES, "prompts", "decodes", "mixed batches", "padding")
+_ORDER = (
+    *("full attention", "windows", "sink tokens", "chunks", "bidirectional", "windows in both directions"),
+    *("mask functions", "live ranges alone", "sparse types", "soft cap", "learned sinks", "relative bias", "ALiBi"),
+    *("chosen tokens", "chosen blocks", _VALUE_SIZES, _LSE, *MAIN_DTYPES),
+    *("prompts", "decodes", "mixed batches", "padding"),
+)
 
 
 def backend_checks(
@@ -97,7 +85,7 @@ def backend_checks(
     ]
     checks += [_host_check(backend_class, case, runs_on, host, writes_out) for case, host in in_other_hosts(small)]
     checks += [_run_check(backend_class, run, runs_on) for run in (runs if whole else sample_runs(runs, run_traits))]
-    refused = dict(_refused(backend_class, device, form, formats))
+    refused = _refused(backend_class, device, form, formats)
     return Checks(
         part=f"backend {name or backend_class.__name__!r}", checks=tuple(checks), refused=refused, order=_ORDER
     )
@@ -206,34 +194,34 @@ def _of_batch(case: Case) -> Iterator[str]:
 
 def _refused(
     backend_class: type[AttentionBackend], device: str, form: StateForm, formats: Sequence[KVFormat] | None
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the features that the backend refuses, with the codes."""
-    capabilities = backend_class.capabilities
+) -> dict[str, tuple[str, ...]]:
+    """Return the features that the backend refuses: those of layers of the kit that none of its layers has.
 
-    def codes(layer: LayerSpec) -> tuple[str, ...]:
-        return tuple(refusal.code for refusal in capabilities.refusals(layer, device))
-
-    layers: dict[str, LayerSpec | None] = {
-        feature: make_layer(capabilities, form, **options) for feature, options in _FEATURES.items()
-    }
-    usual = make_layer(capabilities, form)
-    if form is KEYS_AND_VALUES:
-        assert usual.query is not None
-        layers[_VALUE_SIZES] = make_layer(capabilities, form, head_size_v=usual.query.head_size * 2)
-    layers |= {dtype: attrs.evolve(usual, spec=_in_dtype(usual.spec, dtype)) for dtype in MAIN_DTYPES}
-    for kv_format in installed_formats() if formats is None else formats:
-        layers[f"format {kv_format.name}"] = in_format(usual, kv_format)
-    yield from (
-        (feature, refused) for feature, layer in layers.items() if layer is not None and (refused := codes(layer))
-    )
+    The codes are those of the layer with the feature that has the fewest.
+    """
+    capabilities, usual = backend_class.capabilities, make_layer(backend_class.capabilities, form)
+    layers = [layer for _, layer in make_layers(capabilities, form)]
+    layers += [attrs.evolve(usual, spec=_in_dtype(usual.spec, dtype)) for dtype in MAIN_DTYPES]
+    all_formats = installed_formats() if formats is None else formats
+    layers += filter(None, (in_format(usual, kv_format) for kv_format in all_formats))
+    served: set[str] = set()
+    refused: dict[str, tuple[str, ...]] = {}
+    for layer in layers:
+        case = Case(name="", layer=layer, requests=(), form=form)
+        features = {*_of_mask(case.spec), *_of_layer(case, with_lse=False)}
+        codes = tuple(refusal.code for refusal in capabilities.refusals(layer, device))
+        if not codes:
+            served |= features
+        for feature in features if codes else ():
+            refused[feature] = min(codes, refused.get(feature, codes), key=len)
+    refused = {feature: codes for feature, codes in refused.items() if feature not in served}
     if capabilities.not_causal is not None:
-        yield _NOT_CAUSAL, (capabilities.not_causal.code,)
+        refused[_NOT_CAUSAL] = (capabilities.not_causal.code,)
     if SEQ_STARTS not in capabilities.extensions:
-        yield _HIDDEN, (f"extension_{SEQ_STARTS}",)
+        refused[_HIDDEN] = (f"extension_{SEQ_STARTS}",)
     if "ranges" not in capabilities.masks:
-        yield _RANGES, ("mask_ranges",)
-    if not capabilities.returns_lse:
-        yield _LSE, ("lse",)
+        refused[_RANGES] = ("mask_ranges",)
+    return refused if capabilities.returns_lse else {**refused, _LSE: ("lse",)}
 
 
 def _in_dtype(spec: KVCacheSpec | None, dtype: str) -> KVCacheSpec:
