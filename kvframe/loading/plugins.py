@@ -322,7 +322,7 @@ class _Registering:
 
     hook: str
     kind: str
-    found: FoundPlugin
+    plugin: FoundPlugin
     claims: list[Claim]
     is_over: bool = False
 
@@ -336,10 +336,10 @@ class _Registering:
         needs_versions: str | Sequence[str] | None = None,
     ) -> None:
         """Record a claim; see ``kvframe.contract.hookspecs.Register``."""
-        owner = self.found.distribution, self.found.id
+        owner = self.plugin.distribution, self.plugin.id
         if self.is_over:
             raise PluginError(
-                f"plugin {self.found.id} called register({safe_repr(name)}, ...) after its {self.hook} had "
+                f"plugin {self.plugin.id} called register({safe_repr(name)}, ...) after its {self.hook} had "
                 "returned; nothing was registered"
             )
         self.claims.append(Claim(self.kind, name, target, *owner, needs, install, needs_versions))

@@ -20,9 +20,9 @@ from kvframe.testing.reference import visible_tokens
 
 
 def find_difference(
-    wrapper: MetadataWrapper, layer: LayerSpec, metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata
+    wrapper: MetadataWrapper, layer: LayerSpec, metadata: CommonAttentionMetadata, result: CommonAttentionMetadata
 ) -> str:
-    """Return one sentence that says how a wrapper changes attention; empty if it does not change it.
+    """Return one sentence that says how a wrapper's result changes attention; empty if it does not change it.
 
     For a wrapper that drops tokens, the generating tokens are compared. For a wrapper that changes the mask, attention
     after it is compared with the mask of ``wrapped_layer`` over the original batch. If the wrapper resets ``causal``,
@@ -31,16 +31,16 @@ def find_difference(
     kept_tokens, drops = [*range(metadata.num_actual_tokens)], DROPS_TOKENS in wrapper.effects
     if drops and metadata.generating_indices_cpu is not None:
         kept_tokens = metadata.generating_indices_cpu[: metadata.num_generating].tolist()
-    if wrapped.num_actual_tokens != len(kept_tokens):
+    if result.num_actual_tokens != len(kept_tokens):
         condition = "generate" if drops else "go in, and it does not declare that it drops tokens"
-        return f"{wrapped.num_actual_tokens} tokens come out where {len(kept_tokens)} {condition}"
+        return f"{result.num_actual_tokens} tokens come out where {len(kept_tokens)} {condition}"
     spec_after = wrapper.wrapped_layer(layer).spec
     spec_before = spec_after if CHANGES_MASK in wrapper.effects else layer.spec
     if spec_before is None or spec_after is None:
         return ""
-    slots_before = attended_slots(_as_declared(wrapper, layer, metadata, wrapped), spec_before)
-    slots_after = attended_slots(wrapped, spec_after)
-    slots, new_slots = metadata.slot_mapping.tolist(), wrapped.slot_mapping.tolist()
+    slots_before = attended_slots(_as_declared(wrapper, layer, metadata, result), spec_before)
+    slots_after = attended_slots(result, spec_after)
+    slots, new_slots = metadata.slot_mapping.tolist(), result.slot_mapping.tolist()
     for row, token in enumerate(kept_tokens):
         if slots[token] != new_slots[row]:
             return f"token {token} of the batch has the slot {slots[token]} before and {new_slots[row]} after"
@@ -76,12 +76,12 @@ def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list
 
 
 def _as_declared(
-    wrapper: MetadataWrapper, layer: LayerSpec, metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata
+    wrapper: MetadataWrapper, layer: LayerSpec, metadata: CommonAttentionMetadata, result: CommonAttentionMetadata
 ) -> CommonAttentionMetadata:
     """Return the original batch with the values that the wrapper declares to reset."""
     if wrapper.fields["causal"] is FieldUse.RESET:
-        metadata = attrs.evolve(metadata, causal=wrapped.causal)
+        metadata = attrs.evolve(metadata, causal=result.causal)
     if CHANGES_MASK in wrapper.effects and SEQ_STARTS in wrapper.added_extensions(layer):
-        extensions = {name: extension for name, extension in wrapped.extensions.items() if name == SEQ_STARTS}
+        extensions = {name: extension for name, extension in result.extensions.items() if name == SEQ_STARTS}
         metadata = attrs.evolve(metadata, extensions=extensions or NO_EXTENSIONS)
     return metadata

@@ -133,17 +133,15 @@ def _check_mask_function(answers: _SpecAnswers) -> None:
     )
     _require_equal(spec, "mask_function(1, 0)", bool(mask_values[1, 0]), lone_value)
     for n, ranges in enumerate(live):
-        shown = set(mask_values[n].nonzero()[0].tolist())
+        shown_tokens = set(mask_values[n].nonzero()[0].tolist())
         needed_tokens = _tokens(ranges) | {n} if is_causal else _seen_both_ways(spec, n, len(live))
-        problem = f"at {n} mask_function shows {sorted(shown)}, live and its own are {sorted(needed_tokens)}"
+        problem = f"at {n} mask_function shows {sorted(shown_tokens)}, live and its own are {sorted(needed_tokens)}"
         if spec.is_sparse:
-            require(shown <= needed_tokens, spec, problem)
-            require(n in shown, spec, f"at {n} mask_function does not show the query itself")
+            require(shown_tokens <= needed_tokens, spec, problem)
+            require(n in shown_tokens, spec, f"at {n} mask_function does not show the query itself")
             continue
-        hint = (
-            "; a type whose queries see fewer tokens than are live declares is_sparse" if shown < needed_tokens else ""
-        )
-        require(shown == needed_tokens, spec, problem + hint)
+        hint = "; a type whose queries see fewer tokens than are live declares is_sparse"
+        require(shown_tokens == needed_tokens, spec, problem + hint * (shown_tokens < needed_tokens))
 
 
 def _seen_both_ways(spec: KVCacheSpec, n: int, num_tokens: int) -> set[int]:
@@ -330,8 +328,8 @@ def _check_drafts(answers: _SpecAnswers) -> None:
     """Check that the same tokens are live for requests that compute draft tokens."""
     with_drafts = answers.spec.with_drafts(2)
     for n, ranges in enumerate(answers.live):
-        drafted = _ask(with_drafts, n)
-        require(drafted == ranges, answers.spec, f"with_drafts(2) has live {drafted} at {n}, and the type {ranges}")
+        live = _ask(with_drafts, n)
+        require(live == ranges, answers.spec, f"with_drafts(2) has live {live} at {n}, and the type {ranges}")
 
 
 LAWS: Mapping[str, Callable[[_SpecAnswers], None]] = {

@@ -90,8 +90,8 @@ def make_metadata_of_groups(
     case: Case, manager: KVCacheManager, rows: Sequence[int], device: torch.device
 ) -> tuple[CommonAttentionMetadata, ...]:
     """Return a step's metadata for each cache group, for requests in given rows of the block tables."""
-    built = build_metadata(make_batch(case.requests, rows, device), manager.tables, device)
-    return tuple(_as_asked(metadata, case, manager, rows) for metadata in built)
+    metadata_of_groups = build_metadata(make_batch(case.requests, rows, device), manager.tables, device)
+    return tuple(_as_asked(metadata, case, manager, rows) for metadata in metadata_of_groups)
 
 
 def _as_asked(

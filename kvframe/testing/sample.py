@@ -162,7 +162,7 @@ def _pairs(case: Case, together: Collection[tuple[str, str]], numbers: dict[Hash
     """Return a case's traits, and those pairs of them that must occur together, each trait as its number."""
     # A mask takes long to hash, so it is hashed once a case and not once a pair.
     number_of = {name: numbers.setdefault((name, value), len(numbers)) for name, value in traits(case).items()}
-    return {*number_of.values(), *((number_of[one], number_of[two]) for one, two in together)}
+    return {*number_of.values(), *((number_of[name], number_of[other_name]) for name, other_name in together)}
 
 
 def _cost(case: Case) -> float:
