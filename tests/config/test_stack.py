@@ -381,9 +381,9 @@ def test_unknown_names_are_one_error_with_path_and_nearest(site: FakeSite) -> No
         "'kvframe'?",
         "  rules[0].kind: there is no cache spec named 'ful_attention'; known: full_attention; "
         "did you mean 'full_attention'?",
+        "  rules[0].wrappers[0]: there is no wrapper named 'local'; none is known",
         "  rules[0].backend: there is no backend named 'torch_referense'; known: torch_reference; did you mean "
         "'torch_reference'?",
-        "  rules[0].wrappers[0]: there is no wrapper named 'local'; none is known",
     ]
 
 
