@@ -59,8 +59,9 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Return text on one line, in which nothing but code is marked up."""
-    return re.sub(r"([<>*])", r"\\\1", " ".join(text.split()))
+    """Return text on one line, in which options and JSON are code, and nothing else is marked up."""
+    parts = re.split(r"(`[^`]+`)", re.sub(r"(?<![`\w-])(--[a-z][\w-]+|'{.+?}')", r"`\1`", " ".join(text.split())))
+    return "".join(part if part.startswith("`") else re.sub(r"([<>*])", r"\\\1", part) for part in parts)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -36,15 +37,14 @@ exclude_patterns = ["build", ".*"]
 
 html_theme = "furo"
 html_title = "kvframe"
+html_show_copyright = False
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 myst_heading_anchors = 4
-smartquotes = False  # options keep their two hyphens
 
 add_module_names = False
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
-python_maximum_signature_line_length = 80
+python_maximum_signature_line_length = 120
 napoleon_numpy_docstring = False
 
 
@@ -73,10 +73,24 @@ def _keep_colons(app: Any, what: str, name: str, documented: Any, options: Any, 
         lines[:0] = ["..", ""]
 
 
+def _shorten_defaults(
+    app: Any, what: str, name: str, documented: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Write defaults as Python: Sphinx cannot read a signature with ``<built-in function monotonic>``.
+
+    For ``NOTHING``, an attrs class makes the value itself.
+    """
+    if signature is not None:
+        signature = re.sub(r"<(?:built-in )?(?:function|class) '?([\w.]+)[^>]*>", r"\1", signature)
+        signature = signature.replace("= NOTHING", "= ...")
+    return signature, returns
+
+
 def setup(app: Any) -> None:
     """Connect what changes sources and pages, and docstrings before napoleon does."""
     reference.write_pages(Path(__file__).with_name("api"))
     app.add_builder(site_pages.SiteBuilder, override=True)
     app.connect("source-read", _change_source)
     app.connect("doctree-resolved", site_pages.inline_drawings)
+    app.connect("autodoc-process-signature", _shorten_defaults)
     app.connect("autodoc-process-docstring", _keep_colons, priority=100)
