@@ -5,7 +5,11 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 READY := $(VENV)/.ready
+DEMO := $(VENV)/.demo
+TORCH := $(VENV)/.torch
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 JOBS ?= 2
 # One more than the cores, because some tests wait for other processes.
 TESTERS ?= $(shell expr $(JOBS) + 1)
@@ -30,11 +34,23 @@ help: ## list these commands
 
 setup: $(READY) ## make .venv with every package of the workspace and the test tools
 
-$(READY): requirements.txt requirements-dev.txt constraints.txt pyproject.toml kernels/pyproject.toml $(wildcard plugins/*/pyproject.toml)
+# torch comes first and alone: its CPU build is a tenth of the usual one, which is of use with an NVIDIA GPU only. Where
+# its index cannot be reached, the next command of pip takes torch from the usual index.
+$(TORCH):
 	@test -n "$(PYTHON)" || { echo "kvframe needs Python 3.11 or newer; none was found on PATH" >&2; exit 1; }
-	@echo "Setting up $(VENV): torch is the large part, allow a few minutes on the first run"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements-dev.txt
+	@command -v nvidia-smi >/dev/null || $(PIP) --retries 0 --no-deps --index-url $(CPU_INDEX) -c constraints.txt torch >/dev/null 2>&1 || true
+	@touch $@
+
+$(READY): requirements.txt requirements-dev.txt constraints.txt pyproject.toml kernels/pyproject.toml $(wildcard plugins/*/pyproject.toml) | $(TORCH)
+	@echo "Setting up $(VENV): torch is the large part, allow a few minutes on the first run"
+	@$(PIP) -r requirements-dev.txt
+	@touch $@ $(DEMO)
+
+# The part of the workspace that the demo runs. `make setup` installs it too, and may come later.
+$(DEMO): examples/demo/requirements.txt constraints.txt pyproject.toml | $(TORCH)
+	@echo "Setting up $(VENV) with what the demo runs: torch and transformers are the large parts"
+	@$(PIP) -r examples/demo/requirements.txt
 	@touch $@
 
 lint: $(READY) ## ruff and mypy --strict
@@ -58,7 +74,7 @@ docs: $(READY) ## build the documentation as a site in build/site, with a page o
 site: $(READY) ## check the built site in Chromium, on wide and narrow screens, light and dark
 	$(BIN)/pytest -m site tests/project/test_site.py
 
-demo: $(READY) ## train a small hybrid model (once) and serve 32 prompts that share a prefix
+demo: $(DEMO) ## train a small hybrid model (once), serve 32 prompts that share a prefix, and check every token
 	$(BIN)/python examples/demo/demo.py
 
 bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and parts by themselves; record the results

@@ -1,4 +1,4 @@
-"""Serve 32 prompts that share a prefix with a small trained hybrid model, and check every token.
+"""Serve 32 prompts that share a prefix with a small trained hybrid model, check every token, and say what to type next.
 
 The first run trains the model (two to three minutes); later runs find it in ``.cache``. The exit code is 1 if any
 token differs from what ``transformers.generate()`` gives.
@@ -7,6 +7,8 @@ token differs from what ``transformers.generate()`` gives.
 from __future__ import annotations
 
 import inspect
+import os
+import shlex
 import sys
 import textwrap
 import time
@@ -20,7 +22,7 @@ from make_model import DEFAULT_PATH, SEGMENT_TOKENS, VOCAB_SIZE, copy_prompt, ma
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from kvframe import Engine, RequestOutput, SamplingParams, Stack
+from kvframe import Engine, KVCacheGroup, RequestOutput, SamplingParams, Stack
 
 STACK = Path(__file__).with_name("stack.toml")
 NUM_CODE_PROMPTS, NUM_COPY_PROMPTS = 26, 6
@@ -37,7 +39,7 @@ class Served:
         expected: The tokens that ``transformers.generate()`` gives.
         seconds: The time of kvframe's run, prompts included.
         stats: The engine's statistics, as plain values.
-        group_names: For each cache group, its kind and layers in words.
+        groups: For each group of the plan, its layers and what they need, in words.
         dense_bytes: The bytes of the same requests if every layer kept every token, contiguously.
     """
 
@@ -45,7 +47,7 @@ class Served:
     expected: list[list[int]]
     seconds: float
     stats: dict[str, Any]
-    group_names: list[str]
+    groups: list[str]
     dense_bytes: int
 
     @property
@@ -68,14 +70,14 @@ def make_prompts(path: Path) -> list[list[int]]:
 
 
 def expected_tokens(path: Path, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Return the tokens of ``transformers.generate()`` for each prompt alone."""
+    """Return the tokens that ``transformers.generate()`` gives for each prompt, in one batch padded on the left."""
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    tokens = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        ones = torch.ones_like(ids)
-        tokens.append(model.generate(ids, attention_mask=ones, max_new_tokens=NUM_NEW_TOKENS, do_sample=False))
-    return [row[0, len(prompt) :].tolist() for row, prompt in zip(tokens, prompts, strict=True)]
+    longest, end = max(map(len, prompts)), model.config.eos_token_id
+    ids = torch.tensor([[end] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    rows = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW_TOKENS, do_sample=False)[:, longest:]
+    # A row that has ended is filled up.
+    return [row[: row.index(end) + 1] if end in row else row for row in rows.tolist()]
 
 
 def serve(path: Path) -> Served:
@@ -86,7 +88,7 @@ def serve(path: Path) -> Served:
         outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW_TOKENS))
         seconds = time.perf_counter() - started
         stats = engine.stats().to_dict()
-        names = [f"{group.spec.kind}, {len(group.layers)} layers" for group in engine.plan.groups]
+        groups = [_in_words(group, engine.plan.max_model_len - 1) for group in engine.plan.groups]
         bytes_per_token = engine.plan.bytes_per_token
     num_tokens = sum(len(output.prompt_token_ids) + len(output.token_ids) for output in outputs)
     return Served(
@@ -94,17 +96,19 @@ def serve(path: Path) -> Served:
         expected=expected_tokens(path, prompts),
         seconds=seconds,
         stats=stats,
-        group_names=names,
+        groups=groups,
         dense_bytes=num_tokens * bytes_per_token,
     )
 
 
+def _in_words(group: KVCacheGroup, num_tokens: int) -> str:
+    """Return the layers of a group, and how many of ``num_tokens`` past tokens they need."""
+    needed = sum(stop - start for start, stop in group.spec.live_ranges(num_tokens))
+    return f"{len(group.layers)} layers of {group.spec.kind} need {needed} of {num_tokens} past tokens"
+
+
 def report(served: Served) -> str:
-    """Return the results as text."""
-    lines = []
-    for index, output in enumerate(served.outputs):
-        if index % 5 == 0:
-            lines.append(f"[{index:2}] {output.text!r}")
+    """Return what was served, and what it shows, as text."""
     stats = served.stats
     copied = [
         ours == asked
@@ -114,31 +118,53 @@ def report(served: Served) -> str:
         )
     ]
     held, dense = stats["peak_bytes_held"], served.dense_bytes
+    num_served = len(served.outputs)
     facts = [
-        ("requests", f"{len(served.outputs)}, sharing {NUM_PREFIX_TOKENS} tokens"),
-        ("speed", f"{stats['generated_tokens'] / served.seconds:,.0f} generated tokens/s"),
-        ("prefix hits", f"{stats['prefix_hit_rate']:.1%} of {stats['prompt_tokens']:,} prompt tokens"),
-        *(
-            ("blocks held, at most", f"{blocks} ({name})")
-            for name, blocks in zip(served.group_names, stats["peak_blocks_held"], strict=True)
+        ("equal tokens", f"{served.num_equal} of {num_served} requests have every token of transformers' generate()"),
+        (
+            "prefix hits",
+            f"{stats['prefix_hit_rate']:.1%} of {stats['prompt_tokens']:,} prompt tokens, not computed again",
         ),
-        ("bytes held, at most", f"{held:,}"),
-        ("every layer full", f"{dense:,} bytes if contiguous: {dense / held:.1f} times as much"),
-        ("copied right", f"{sum(copied)} of {len(copied)} tokens, each from before the sliding window"),
-        ("equal to generate()", f"{served.num_equal} of {len(served.outputs)} requests, token by token"),
+        ("memory", f"{held:,} bytes held at most; all tokens of all layers would take {dense / held:.1f} times that"),
+        *(
+            (f"group {index}", f"{group}: at most {blocks} blocks were held")
+            for index, (group, blocks) in enumerate(zip(served.groups, stats["peak_blocks_held"], strict=True))
+        ),
+        ("far copies", f"{sum(copied)} of {len(copied)} tokens were copied right from before the sliding window"),
+        ("speed", f"{stats['generated_tokens'] / served.seconds:,.0f} generated tokens/s"),
     ]
-    width = max(len(name) for name, _ in facts)
-    return "\n".join([*lines, "", *(f"{name:{width}}  {value}" for name, value in facts)])
+    title = f"Served {num_served} requests at once, whose prompts begin with the same {NUM_PREFIX_TOKENS} tokens:"
+    return "\n".join([title, *_columns(facts)])
+
+
+def next_steps(path: Path) -> str:
+    """Return commands that run here, each with what it says."""
+    program = Path(sys.executable).with_name("kvframe")  # not resolved: an environment's python is a link
+    model, stack, kvframe = (shlex.quote(os.path.relpath(each)) for each in (path, STACK, program))
+    steps = [
+        (f"{kvframe} plan {model} --cache-memory 4MiB", "what the cache takes, and how many requests fit"),
+        (f"{kvframe} explain {model} --stack {stack}", "which kernel each layer gets, and why not the others"),
+        (f"{kvframe} plan {model} --html plan.html", "the plan as a page with pictures"),
+        (f"{kvframe} chat Qwen/Qwen3-0.6B", "a model that can talk: a download of 1.5 GB"),
+    ]
+    return "\n".join(["Type next:", *_columns(steps)])
+
+
+def _columns(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the rows of a table of two columns."""
+    width = max(len(left) for left, _ in rows)
+    return [f"  {left:{width}}  {right}" for left, right in rows]
 
 
 def main() -> int:
     """Make the model, serve, report, and return the exit code."""
     logging.disable_progress_bar()
+    if not DEFAULT_PATH.exists():
+        print("Training a small model, once: it takes one or two minutes of processor time", flush=True)
     trained = make_model(DEFAULT_PATH)
-    print(f"{'found' if trained.cached else 'trained'} {trained.path}: loss {trained.loss:.2f}, ", end="")
-    print(f"{trained.copied:.1%} of copied tokens right")
+    print(f"The model is in {os.path.relpath(trained.path)}; its loss is {trained.loss:.2f}", flush=True)
     served = serve(trained.path)
-    print(report(served))
+    print(f"\n{report(served)}\n\n{next_steps(trained.path)}")
     return 0 if served.num_equal == len(served.outputs) else 1
 
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from kvframe.contract.errors import PlanError, PluginError
 from kvframe.contract.foreign import explain_failed_import
 from kvframe.loading.claims import BUILTIN_OWNER, canonical
 from kvframe.loading.misnamed import find_misnamed
-from kvframe.loading.packages import to_install
+from kvframe.loading.packages import to_install, to_run_models
 
 if TYPE_CHECKING:
     from kvframe.loading.claims import Claim
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 BROKEN_EXIT_CODE = 1
 """Exit code if something that kvframe or an installed plugin needs is broken."""
+
+WITHOUT_TORCH = "torch is not installed: kvframe plans layer files and manages caches, and runs no model"
+"""What is said in place of the devices."""
 
 _BROKEN_STATUSES = ("incompatible", "conflict", "broken")
 
@@ -46,19 +50,22 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
     serve it, or what it lacks and what to type.
 
     Every registered class is imported, and every backend is asked if it can run here. A library that is not installed
-    and a backend without its device are no fault. The page stores of the stack are opened, and closed again. The exit
-    code is 1 if something that an installed plugin needs is broken: a requirement that is missing or too old, a plugin
-    that fails, a name that two plugins claim; if a page store cannot be opened now; or if the MODEL cannot be served.
+    and a backend without its device are no fault. Nor is a missing torch, where no installed plugin requires it: layer
+    files are planned and caches are managed without it. The page stores of the stack are opened, and closed again. The
+    exit code is 1 if something that an installed plugin needs is broken: a requirement that is missing or too old, a
+    plugin that fails, a name that two plugins claim; if a page store cannot be opened now; or if the MODEL cannot be
+    served.
     """
     from kvframe.loading.plugins import load_plugins
 
     stack = read_stack(stack_file)
     torch_problem = _try_torch()
+    has_torch = find_spec("torch") is not None
     host = load_plugins(stack.plugins)
     entries = host.registry.claims()
     names = [_state_of(entry) for entry in entries]
     problems = [
-        *([torch_problem] if torch_problem else []),
+        *([torch_problem] if torch_problem and (has_torch or model is not None) else []),
         *_requirement_problems(host),
         *_plugin_problems(host, names),
         *find_misnamed(),
@@ -83,12 +90,12 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
         "event_publishers": dict(publisher_check.facts),
         "problems": problems,
         "model": None if model_check is None else dict(model_check.facts),
-        "next": _next_steps(problems, names, model_check),
+        "next": _next_steps(problems, names, model_check) if has_torch else _next_steps_without_torch(),
     }
     if as_json:
         print_json(report)
     else:
-        _print(report)
+        _print(report, "torch cannot be imported" if has_torch else WITHOUT_TORCH)
     if problems:
         click.get_current_context().exit(BROKEN_EXIT_CODE)
 
@@ -274,12 +281,17 @@ def _next_steps(
     ]
 
 
-def _print(report: dict[str, Any]) -> None:
+def _next_steps_without_torch() -> list[str]:
+    """Return what to type next if torch is not installed."""
+    return ["kvframe plan FILE to plan the cache of a layer file", f"{to_run_models()} to run models"]
+
+
+def _print(report: dict[str, Any], without_devices: str) -> None:
     print_facts("Versions", [(name, version or "not installed") for name, version in report["versions"].items()])
     devices = [(item["device"], _device_in_words(item)) for item in report["devices"]]
     if len(devices) == 1:
         devices.append(("cuda", "none that torch sees"))
-    print_facts("Devices", devices or [("unknown", "torch cannot be imported")])
+    print_facts("Devices", devices or [("unknown", without_devices)])
     print_table(
         "Libraries",
         ("library", "version", "needed by"),

@@ -69,9 +69,23 @@ def provider_of(kind: str, name: str) -> str | None:
 
 def to_install(package: str) -> str:
     """Return the command that installs a package: from the clone that kvframe runs from, or by its name."""
-    folder = _ROOT / "plugins" / package.removeprefix("kvframe-").replace("-", "_")
-    if not (folder / "pyproject.toml").is_file():
+    folder = _folder_of(package)
+    if folder is None:
         return f"pip install {package}"
     with suppress(OSError, ValueError):  # the command is run in another folder, or in one that was removed
         folder = folder.relative_to(Path.cwd())
     return f"pip install -e {shlex.quote(str(folder))}"
+
+
+def to_run_models() -> str:
+    """Return the command that installs what serves ordinary models: from the clone that kvframe runs from, or by name.
+
+    That of a clone is run in its folder, which the paths in its file of requirements begin with.
+    """
+    return "pip install -r requirements.txt" if _folder_of("kvframe-engine") else "pip install 'kvframe[models]'"
+
+
+def _folder_of(package: str) -> Path | None:
+    """Return a package's folder in the clone that kvframe runs from; None if it runs from no clone."""
+    folder = _ROOT / "plugins" / package.removeprefix("kvframe-").replace("-", "_")
+    return folder if (folder / "pyproject.toml").is_file() else None

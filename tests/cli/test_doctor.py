@@ -24,6 +24,7 @@ from kvframe.loading.plugins import load_plugins
 from tests.loading.fake_distributions import MANIFEST, FakeSite, registers
 from tests.support.stores import ShelfStore, shelf_plugin
 
+PLANS = "kvframe-sliding-window:sliding_window"
 BACKEND = """
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 
@@ -189,6 +190,37 @@ def test_a_torch_that_cannot_be_imported_is_a_problem_and_no_traceback(tmp_path:
         == (found["problems"][0])
     )
     assert [] == found["devices"]
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # an import of it fails
+from kvframe.__main__ import run
+run()
+"""
+
+
+def test_a_missing_torch_is_no_fault_where_only_plans_are_made(tmp_path: Path) -> None:
+    others = [record.name for record in load_plugins().records if record.id not in ("kvframe:builtin", PLANS)]
+    stack = tmp_path / "stack.toml"
+    stack.write_text(f"[plugins]\ndisabled = {json.dumps(others)}\n", encoding="utf-8")
+
+    def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", WITHOUT_TORCH, "doctor", "--stack", str(stack), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = check()
+    assert (0, "") == (done.returncode, done.stderr)
+    said = " ".join(done.stdout.split())
+    assert "torch is not installed: kvframe plans layer files and manages caches, and runs no model" in said
+    assert "pip install -r requirements.txt to run models" in said
+    assert "Problems none" in said
+    # A model is asked for, and needs it.
+    done = check("examples/layers/gemma_3_27b.json", "--json")
+    assert (1, ["torch is not installed; try: pip install torch"]) == (
+        done.returncode,
+        json.loads(done.stdout)["problems"],
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,8 @@ from typing import Any
 
 import attrs
 import pytest
+
+from tests.support.commands import run
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 
@@ -63,10 +66,29 @@ def test_the_demo_serves_the_tokens_of_generate(demo: ModuleType, trained_path: 
     assert served.stats["prefix_hit_rate"] > 0.8
     assert served.stats["peak_bytes_held"] * 3 < served.dense_bytes
     report = demo.report(served)
-    right, asked = re.search(r"copied right +(\d+) of (\d+) tokens", report).groups()
+    right, asked = re.search(r"far copies +(\d+) of (\d+) tokens", report).groups()
     assert int(asked) == demo.NUM_COPY_PROMPTS * demo.SEGMENT_TOKENS
     assert int(right) > 0.9 * int(asked)
-    assert "32 of 32 requests, token by token" in report
+    assert "equal tokens  32 of 32 requests" in report
+    assert "layers of sliding_window need 31 of 511 past tokens: at most" in report
+    assert "layers of full_attention need 511 of 511 past tokens: at most" in report
+    assert report.isascii(), "a text of the model is shown"
+
+
+def test_what_the_demo_says_to_type_runs(
+    demo: ModuleType, trained_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.chdir(tmp_path)
+    title, *lines = demo.next_steps(trained_path).splitlines()
+    commands = [shlex.split(re.split(r" {2,}", line.strip())[0]) for line in lines]
+    assert ("Type next:", {"bin/kvframe"}) == (title, {program for program, *_ in commands})
+    assert ["chat", "Qwen/Qwen3-0.6B"] == commands.pop()[1:]  # it would be downloaded
+    for _, *arguments in commands:
+        result = run(*arguments)
+        assert 0 == result.exit_code, result.output
+    assert (tmp_path / "plan.html").exists()
 
 
 def test_a_wrong_token_is_seen(demo: ModuleType, trained_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +97,7 @@ def test_a_wrong_token_is_seen(demo: ModuleType, trained_path: Path, monkeypatch
     served = demo.serve(trained_path)
     served.expected[1][3] += 1
     assert served.num_equal == 1
-    assert "1 of 2 requests" in demo.report(served)
+    assert "1 of 2 requests have every token" in demo.report(served)
 
 
 def test_another_recipe_trains_another_model(training: ModuleType, small_recipe: Any, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for pat
 TUTORIALS = [document for document in DOCUMENTS if document.startswith("docs/tutorial_")]
 PAGES = sorted({path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md", "index.md"})
 HOOKS = [name for name in vars(HookSpecs) if name.startswith("kvframe_")]
+SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Source"]
 PLUGINS = sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))
 
 
@@ -479,6 +480,38 @@ def test_the_drawings_are_those_of_todays_specs_and_slabs() -> None:
     for name, picture in drawn.items():
         assert read(f"docs/{name}") == picture, "run python docs/drawings.py"
         assert f"]({name})" in pages
+
+
+def test_the_picture_of_a_plan_has_the_numbers_of_todays_page(tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "plan_picture.py"))
+    made_of, todays = script["hash_of_picture"](), script["make_page"](tmp_path / "plan.html")
+    assert made_of == todays, "run python docs/plan_picture.py"
+    assert f".venv/bin/kvframe {' '.join(script['COMMAND'])}\n" in read("README.md")
+    assert "](docs/plan.png)" in read("README.md")
+    assert "](docs/flow.svg)" in read("README.md")
+
+
+def test_the_readmes_first_commands_install_what_is_here_and_plan(workplace: Callable[[str], None]) -> None:
+    """``.ci/dist`` runs the whole block, which installs from an index."""
+    clone, environment, install, program = blocks("README.md", "sh")[0].text.splitlines()
+    assert clone.startswith(f"git clone {SOURCE} && cd kvframe")
+    assert "python3 -m venv .venv" == environment
+    here, _, released = install.partition("  # after the first release: ")
+    folders = here.removeprefix(".venv/bin/pip install ").split()
+    names = [tomllib.loads(read(f"{folder}/pyproject.toml"))["project"]["name"] for folder in folders]
+    assert ["kvframe", "kvframe-sliding-window"] == names
+    assert "pip install 'kvframe[sliding-window]'" == released
+    workplace("README.md")
+    result = run(*program.removeprefix(".venv/bin/kvframe ").split())
+    assert 0 == result.exit_code, result.output
+    assert "starts           yes" in result.output
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_extras_that_are_named_exist(document: str) -> None:
+    extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+    named = {extra for found in re.findall(r"\bkvframe\[([\w,-]+)\]", read(document)) for extra in found.split(",")}
+    assert named <= {*extras}
 
 
 def test_the_list_of_pages_is_complete_and_numbered() -> None:

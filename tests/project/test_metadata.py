@@ -141,6 +141,7 @@ def test_a_wheel_has_the_licence_and_a_readme_whose_links_work(folder: Path, tmp
     assert [] == re.findall(r"\]\((?!https?://|#)[^)]*\)", text)
     if folder == ROOT:
         assert f"]({SOURCE}/blob/main/docs/plugins.md)" in text
+        assert f"]({SOURCE}/raw/main/docs/plan.png)" in text
         assert "kvframe/cli/templates/common/LICENSE.template" in files
 
 
