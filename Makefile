@@ -38,18 +38,19 @@ setup: $(READY) ## make .venv with every package of the workspace and the test t
 # its index cannot be reached, the next command of pip takes torch from the usual index.
 $(TORCH):
 	@test -n "$(PYTHON)" || { echo "kvframe needs Python 3.11 or newer; none was found on PATH" >&2; exit 1; }
+	@echo "Making $(VENV) with torch, the largest part: it may take a minute or two"
 	@$(PYTHON) -m venv $(VENV)
 	@command -v nvidia-smi >/dev/null || $(PIP) --retries 0 --no-deps --index-url $(CPU_INDEX) -c constraints.txt torch >/dev/null 2>&1 || true
 	@touch $@
 
 $(READY): requirements.txt requirements-dev.txt constraints.txt pyproject.toml kernels/pyproject.toml $(wildcard plugins/*/pyproject.toml) | $(TORCH)
-	@echo "Setting up $(VENV): torch is the large part, allow a few minutes on the first run"
+	@echo "Installing every package of the workspace in $(VENV), and the tools"
 	@$(PIP) -r requirements-dev.txt
 	@touch $@ $(DEMO)
 
 # The part of the workspace that the demo runs. `make setup` installs it too, and may come later.
 $(DEMO): examples/demo/requirements.txt constraints.txt pyproject.toml | $(TORCH)
-	@echo "Setting up $(VENV) with what the demo runs: torch and transformers are the large parts"
+	@echo "Installing what the demo runs in $(VENV)"
 	@$(PIP) -r examples/demo/requirements.txt
 	@touch $@
 

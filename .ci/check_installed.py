@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 READMES = ("README.md", "plugins/engine/README.md", "plugins/serve/README.md")
-LEFT_OUT = ("pip install ", "make ")
+LEFT_OUT = ("pip install ", "make ", "git clone ", "python3 -m venv ", ".venv/bin/")
 """What begins the commands that are not run: they set up an environment."""
 
 MODEL = """

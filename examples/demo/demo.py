@@ -123,7 +123,7 @@ def report(served: Served) -> str:
         ("equal tokens", f"{served.num_equal} of {num_served} requests have every token of transformers' generate()"),
         (
             "prefix hits",
-            f"{stats['prefix_hit_rate']:.1%} of {stats['prompt_tokens']:,} prompt tokens, not computed again",
+            f"{stats['prefix_hit_rate']:.1%} of {stats['prompt_tokens']:,} prompt tokens were found",
         ),
         ("memory", f"{held:,} bytes held at most; all tokens of all layers would take {dense / held:.1f} times that"),
         *(

@@ -19,7 +19,7 @@ from kvframe.cli.output import keep_output_apart
 from kvframe.cli.render import wants_no_escapes
 from kvframe.contract.errors import PluginError, UnknownNameError
 from kvframe.contract.foreign import call, safe_repr
-from kvframe.loading.packages import provider_of, to_install
+from kvframe.loading.packages import PROVIDERS, provider_of, to_install
 
 _COMMANDS: Mapping[str, str] = {
     "plan": "kvframe.cli.plan:plan",
@@ -57,6 +57,17 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write which commands kvframe's packages that are not installed would add."""
+        known = {*_COMMANDS, *_added_commands()}
+        lacking: dict[str, list[str]] = {}
+        for (kind, name), package in PROVIDERS.items():
+            if kind == "command" and name not in known:
+                lacking.setdefault(package, []).append(name)
+        if lacking:
+            with formatter.section("Commands that more packages add"):
+                formatter.write_dl([(", ".join(names), to_install(package)) for package, names in lacking.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from kvframe.contract.errors import FileError, ModelError, shorten
+from kvframe.contract.errors import FileError, ModelError, nearest_of, shorten
 from kvframe.contract.files import exists
 from kvframe.contract.foreign import safe_text
+from kvframe.loading.packages import to_install
 
 _REPOSITORY = re.compile(
     r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[A-Za-z0-9][\w./-]*))?", re.ASCII
 )
+
+READER = "kvframe-transformers"
+"""The package that reads repositories; it requires huggingface_hub."""
 
 CONFIG_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
 """What a plan reads of a repository."""
@@ -46,20 +51,29 @@ def find_model(model: Path | str, *, weights: bool) -> Path:
         return model
     match = _REPOSITORY.fullmatch(str(model))
     if match is None:
-        raise ModelError(f"there is no file or folder {model}")
+        raise ModelError(_not_there(model))
     return _download(match["id"], match["revision"], weights)
+
+
+def _not_there(path: Path) -> str:
+    """Return that a path does not exist, with the name in its folder that is most like its own."""
+    nearest = None
+    with suppress(OSError):
+        nearest = nearest_of(path.name, [each.name for each in path.parent.iterdir()])
+    hint = "" if nearest is None else f" (did you mean {path.with_name(nearest)}?)"
+    return f"there is no file or folder {path}{hint}"
 
 
 def _download(repository: str, revision: str | None, weights: bool) -> Path:
     """Return the folder of a repository's files in the cache of huggingface_hub."""
-    problem = f"there is no file or folder {repository}"
+    problem = _not_there(Path(repository))
     try:
         import huggingface_hub
         from huggingface_hub import constants, errors
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError as error:
         raise ModelError(
-            f"{problem}; to download the repository of that id from the Hugging Face Hub: pip install huggingface_hub"
+            f"{problem}; to read the repository of that id from the Hugging Face Hub: {to_install(READER)}"
         ) from error
     if not sys.stderr.isatty():
         disable_progress_bars()

@@ -55,3 +55,11 @@ def test_the_package_of_a_command_that_is_not_installed_is_named(monkeypatch: py
     monkeypatch.setattr(cli, "entry_points", lambda **selected: [])
     with pytest.raises(UnknownNameError, match=r"`pip install -e .*plugins/serve` adds it"):
         cli.main(["serve", "model"], standalone_mode=False)
+
+
+def test_help_names_the_commands_that_packages_add_which_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "more packages" not in CliRunner().invoke(cli.main, ["--help"]).output
+    monkeypatch.setattr(cli, "entry_points", lambda **selected: [])
+    _, _, lacking = CliRunner().invoke(cli.main, ["--help"]).output.partition("Commands that more packages add:\n")
+    assert ["chat, embed, generate, top, trace", "serve"] == [line.split("  ")[1] for line in lacking.splitlines()]
+    assert 2 == lacking.count("pip install -e ")

@@ -329,6 +329,13 @@ def test_text_that_is_not_utf_8_is_one_sentence() -> None:
     assert "Invalid value for '--prompt': '\\udcff' is not UTF-8 text" in sentence_of(done)
 
 
+@pytest.mark.parametrize("typed", ["gemma_3_27.json", "gemma_3_27b.jsn", "gema_3_27b.json"])
+def test_a_path_with_a_typo_brings_the_name_that_is_most_like_it(typed: str) -> None:
+    folder = LAYERS.parent
+    sentence = error_of("plan", folder / typed)
+    assert f"there is no file or folder {folder / typed} (did you mean {folder / 'gemma_3_27b.json'}?)" == sentence
+
+
 def test_a_name_with_control_characters_is_shown_escaped() -> None:
     assert r"there is no file or folder a; b\x1b[31m" == error_of("plan", "a\nb\x1b[31m")
 
