@@ -59,15 +59,13 @@ class LazyGroup(click.Group):
         return command
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write which commands kvframe's packages that are not installed would add."""
+        """Write which commands packages of kvframe add that are not installed."""
         known = {*_COMMANDS, *_added_commands()}
-        lacking: dict[str, list[str]] = {}
-        for (kind, name), package in PROVIDERS.items():
-            if kind == "command" and name not in known:
-                lacking.setdefault(package, []).append(name)
-        if lacking:
-            with formatter.section("Commands that more packages add"):
-                formatter.write_dl([(", ".join(names), to_install(package)) for package, names in lacking.items()])
+        commands = sorted((name, package) for (kind, name), package in PROVIDERS.items() if kind == "command")
+        rows = [(name, to_install(package)) for name, package in commands if name not in known]
+        if rows:
+            with formatter.section("Commands that other packages add"):
+                formatter.write_dl(rows)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
