@@ -7,7 +7,6 @@ token differs from what ``transformers.generate()`` gives.
 from __future__ import annotations
 
 import inspect
-import os
 import shlex
 import sys
 import textwrap
@@ -22,7 +21,8 @@ from make_model import DEFAULT_PATH, SEGMENT_TOKENS, VOCAB_SIZE, copy_prompt, ma
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from kvframe import Engine, KVCacheGroup, RequestOutput, SamplingParams, Stack
+from kvframe import Engine, RequestOutput, SamplingParams, Stack
+from kvframe.contract import KVCacheSpec
 
 STACK = Path(__file__).with_name("stack.toml")
 NUM_CODE_PROMPTS, NUM_COPY_PROMPTS = 26, 6
@@ -88,7 +88,8 @@ def serve(path: Path) -> Served:
         outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW_TOKENS))
         seconds = time.perf_counter() - started
         stats = engine.stats().to_dict()
-        groups = [_in_words(group, engine.plan.max_model_len - 1) for group in engine.plan.groups]
+        longest = engine.plan.max_model_len
+        groups = [_in_words(len(group.layers), group.spec, longest - 1) for group in engine.plan.groups]
         bytes_per_token = engine.plan.bytes_per_token
     num_tokens = sum(len(output.prompt_token_ids) + len(output.token_ids) for output in outputs)
     return Served(
@@ -101,10 +102,10 @@ def serve(path: Path) -> Served:
     )
 
 
-def _in_words(group: KVCacheGroup, num_tokens: int) -> str:
+def _in_words(num_layers: int, spec: KVCacheSpec, num_tokens: int) -> str:
     """Return the layers of a group, and how many of ``num_tokens`` past tokens they need."""
-    needed = sum(stop - start for start, stop in group.spec.live_ranges(num_tokens))
-    return f"{len(group.layers)} layers of {group.spec.kind} need {needed} of {num_tokens} past tokens"
+    needed = sum(stop - start for start, stop in spec.live_ranges(num_tokens))
+    return f"{num_layers} layers of {spec.kind} need {needed} of {num_tokens} past tokens"
 
 
 def report(served: Served) -> str:
@@ -140,7 +141,7 @@ def report(served: Served) -> str:
 def next_steps(path: Path) -> str:
     """Return commands that run here, each with what it says."""
     program = Path(sys.executable).with_name("kvframe")  # not resolved: an environment's python is a link
-    model, stack, kvframe = (shlex.quote(os.path.relpath(each)) for each in (path, STACK, program))
+    model, stack, kvframe = (shlex.quote(str(_from_here(each))) for each in (path, STACK, program))
     steps = [
         (f"{kvframe} plan {model} --cache-memory 4MiB", "what the cache takes, and how many requests fit"),
         (f"{kvframe} explain {model} --stack {stack}", "which kernel each layer gets, and why not the others"),
@@ -148,6 +149,11 @@ def next_steps(path: Path) -> str:
         (f"{kvframe} chat Qwen/Qwen3-0.6B", "a model that can talk: a download of 1.5 GB"),
     ]
     return "\n".join(["Type next:", *_columns(steps)])
+
+
+def _from_here(path: Path) -> Path:
+    """Return a path as it is written in this folder: relative if it lies in it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _columns(rows: Sequence[tuple[str, str]]) -> list[str]:
@@ -162,7 +168,7 @@ def main() -> int:
     if not DEFAULT_PATH.exists():
         print("Training a small model, once: it takes one or two minutes of processor time", flush=True)
     trained = make_model(DEFAULT_PATH)
-    print(f"The model is in {os.path.relpath(trained.path)}; its loss is {trained.loss:.2f}", flush=True)
+    print(f"The model is in {_from_here(trained.path)}; its loss is {trained.loss:.2f}", flush=True)
     served = serve(trained.path)
     print(f"\n{report(served)}\n\n{next_steps(trained.path)}")
     return 0 if served.num_equal == len(served.outputs) else 1
