@@ -230,7 +230,7 @@ def test_other_libraries_read_the_file(llama: TinyModel, tmp_path: Path) -> None
         shapes = {name: file.get_tensor(name).shape for name in file.keys()}  # noqa: SIM118
         assert "kvframe.prefixes" == file.metadata()["format"]
         assert [*SYSTEM[:36], *ids(5, 8)] == file.get_tensor("tokens").tolist()
-    assert ((11 * page_bytes,), (11,), (44,)) == (shapes["pages"], shapes["places"], shapes["tokens"])
+    assert ((11 * page_bytes,), (11,), (44,)) == (shapes["pages"], shapes["offsets"], shapes["tokens"])
 
 
 def test_of_prefixes_that_do_not_fit_the_first_are_loaded(llama: TinyModel, tmp_path: Path) -> None:
