@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import tempfile
-import time
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,12 +72,11 @@ def start(program: str) -> Iterator[Browser]:
 
 def _find_page(file: Path) -> str:
     """Return the address of the only page, once the browser has written its port to a file."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
+    for _ in range(600):
         with contextlib.suppress(OSError, IndexError, StopIteration):
             port = file.read_text(encoding="utf-8").splitlines()[0]
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/json") as answer:
                 pages = json.load(answer)
             return next(str(page["webSocketDebuggerUrl"]) for page in pages if page["type"] == "page")
-        time.sleep(0.1)
+        threading.Event().wait(0.1)
     raise TimeoutError("the browser opened no page")
