@@ -31,6 +31,7 @@ _DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "eviction": "An eviction policy of the prefix cache.",
         "scheduling": "A scheduling policy of requests.",
         "page_store": "A store of computed pages.",
+        "event_publisher": "A publisher of cache events.",
         "proposer": "A proposer of draft tokens.",
         "logits_processor": "A logits processor.",
         "adapter": "An adapter for models in plain torch.",

@@ -34,11 +34,12 @@ MAKERS: Mapping[str, str] = {
     "eviction": "kvframe.testing.eviction:policy_checks",
     "scheduling": "kvframe.testing.scheduling:scheduling_checks",
     "page_store": "kvframe.testing.page_stores:page_store_checks",
+    "event_publisher": "kvframe.testing.event_publishers:publisher_checks",
     "model_adapter": "kvframe.engine:adapter_checks",
     "proposer": "kvframe.engine:proposer_checks",
     "logits_processor": "kvframe.engine:logits_processor_checks",
 }
-"""The import string of the function that returns the checks of a part, by kind. A kind without one is not checked."""
+"""The import string of the function that returns the checks of a part, by kind."""
 
 _KIT = Path(__file__).parent
 

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.event_publisher import EventPublisher
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.page_store import PageStore
@@ -220,3 +221,15 @@ class PageStoreTests(KitTests):
     kind, part = "page_store", "store"
     store: ClassVar[str | type[PageStore]]
     options: ClassVar[Mapping[str, Any]] = {}
+
+
+class EventPublisherTests(KitTests):
+    """Tests of an event publisher, ``publisher``, with ``options``. They publish invented events."""
+
+    kind, part, choices = "event_publisher", "publisher", ("options", "read")
+    publisher: ClassVar[str | type[EventPublisher]]
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    def read(self, publisher: Any) -> Sequence[Mapping[str, Any]] | None:
+        """Return the last events that an open publisher has sent so far, in order; None if nobody can say."""
+        return None

@@ -295,10 +295,12 @@ def test_a_part_that_is_not_installed_is_not_passed() -> None:
     assert "flashinfer" in part["reason"]
 
 
-def test_a_kind_that_the_kit_has_no_checks_of_is_not_passed() -> None:
-    code, part = found("zmq", "--kind", "event_publisher")
+def test_an_event_publisher_is_checked(tmp_path: Path) -> None:
+    code, part = found("zmq", "--kind", "event_publisher", "--options", json.dumps({"endpoint": f"ipc://{tmp_path}/e"}))
+    assert (0, "works", 3) == (code, part["verdict"], part["num_passed"])
+    code, part = found("zmq")
     assert (2, "not checked") == (code, part["verdict"])
-    assert "the kit has no checks of an event publisher" in part["reason"]
+    assert "cannot be made with {}" in part["reason"]
 
 
 def test_a_plugin_that_was_set_aside_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,10 @@ from tests.programs import IMPORTED, run_program
 from tests.support.commands import run
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("backend", "spec", "wrapper", "format", "eviction", "page_store", "scheduling", "proposer", "adapter")
+KINDS = (
+    *("backend", "spec", "wrapper", "format", "eviction", "page_store", "event_publisher", "scheduling", "proposer"),
+    "adapter",
+)
 LONG = "a_name_as_long_as_may_b0"
 SHORT = "x"
 WHOLE = pytest.mark.whole
@@ -108,6 +111,7 @@ STACKS: dict[str, dict[str, Any]] = {
     "format": {"cache": {"format": "mine_format"}},
     "eviction": {"cache": {"eviction": "mine_eviction"}},
     "page_store": {"cache": {"stores": ["mine_page_store"], "key": "5" * 64}},
+    "event_publisher": {"cache": {"events": "mine_event_publisher"}},
     "scheduling": {"engine": {"scheduling": "mine_scheduling"}},
     "proposer": {"model": {"drafts": "mine_proposer"}},
 }

@@ -1,12 +1,18 @@
-"""The publisher's options, and addresses that are in use."""
+"""The publisher's options, addresses that are in use, and the kit's checks."""
 
 from __future__ import annotations
 
-from typing import Any
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import pytest
 import zmq
-from kvframe_zmq import ZmqPublisher
+from kvframe_zmq import ZmqPublisher, decode_batch
+from kvframe_zmq.wire import END, encode_number
+
+from kvframe.routing import to_plain
+from kvframe.testing.suites import EventPublisherTests
 
 ADDRESS = "tcp://127.0.0.1:5557"
 
@@ -45,3 +51,28 @@ def test_an_address_that_is_in_use_is_refused_when_it_is_opened(tmp_path: Any) -
             ZmqPublisher(endpoint=f"tcp://127.0.0.1:{port}", replay=f"ipc://{tmp_path}/replay").open()
     finally:
         context.destroy(linger=0)
+
+
+class TestZmqPublisher(EventPublisherTests):
+    publisher = "zmq"
+    options: ClassVar[Mapping[str, Any]] = {"endpoint": f"ipc://{tempfile.mkdtemp()}/events"}
+
+    def read(self, publisher: Any) -> Sequence[Mapping[str, Any]]:
+        """Return the events of all batches that are kept for who missed them."""
+        context, found = zmq.Context(), []
+        socket = context.socket(zmq.DEALER)
+        try:
+            socket.connect(publisher.replay_endpoint)
+            socket.send_multipart([b"", encode_number(0)])
+            while True:
+                *_, number, payload = socket.recv_multipart()
+                if number == END:
+                    return to_plain(found, with_tokens=False)
+                found += decode_batch(payload).events
+        finally:
+            context.destroy(linger=0)
+
+
+class TestZmqPublisherInTheFormOfVllm(EventPublisherTests):
+    publisher = "zmq"
+    options: ClassVar[Mapping[str, Any]] = {"endpoint": f"ipc://{tempfile.mkdtemp()}/events", "form": "vllm"}

@@ -29,7 +29,7 @@ class VllmForm:
             if event["type"] == "cleared":
                 self._kinds = _kinds_of(event["layout"]["groups"])
                 made.append({"type": "AllBlocksCleared"})
-            elif event["group"] not in self._kinds:
+            elif event.get("group") not in self._kinds:
                 continue
             elif event["type"] == "stored":
                 made.append(self._stored(event))
