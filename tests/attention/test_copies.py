@@ -15,7 +15,6 @@ from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_kv_formats import Int4TokenHead, Int8TokenHead
 from kvframe_sliding_window import SlidingWindowSpec
 from kvframe_torch.backend import TorchBackend
-from kvframe_torch.builder import TorchMetadataBuilder
 
 from kvframe.attention.copies import CopiedMetadata, CopyingBuilder, CopyScratch
 from kvframe.attention.padding import pad_metadata
@@ -24,13 +23,13 @@ from kvframe.config.stack import Stack
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import KVFormat, StateTensor
-from kvframe.contract.order import BatchOrder
 from kvframe.contract.specs import AttentionSpec, LayerSpec
 from kvframe.testing.metadata import on_device
 from kvframe.testing.writes import WriteGuard, tensors_of
 from tests.attention.attending import CPU, MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local
 from tests.covering import keep
 from tests.models.rounding import rounding
+from tests.support.backends import DecodesFirst
 from tests.support.layers import share_caches
 from tests.support.plugins import plugin
 
@@ -58,15 +57,6 @@ def chunk_layers() -> tuple[LayerSpec, ...]:
 
 def sinks(window: int) -> SlidingWindowSpec:
     return SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=4, window=window, num_sink_tokens=5)
-
-
-class DecodesFirst(TorchBackend):
-    """Asks for an order that a mixed batch does not have."""
-
-    def make_builder(self) -> TorchMetadataBuilder:
-        builder = super().make_builder()
-        builder.batch_order = BatchOrder(decode_threshold=1)
-        return builder
 
 
 class Reads8(TorchReferenceBackend):

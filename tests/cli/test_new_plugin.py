@@ -176,7 +176,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 FEW = """
 def pytest_collection_modifyitems(items):
     first = {item.path: item for item in reversed(items)}
-    items[:] = [item for index, item in enumerate(items) if index % 8 == 0 or item is first[item.path]]
+    items[:] = [item for index, item in enumerate(items) if index % 64 == 0 or item is first[item.path]]
 """
 """A plugin of pytest that leaves out most of the kit's checks, which the templates' parts pass as other parts do."""
 

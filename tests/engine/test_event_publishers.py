@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +16,11 @@ from kvframe.routing import PrefixIndex
 from tests.cache.mirror import Mirror
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_embedding import Echo
+from tests.support.waiting import eventually
 
 PROMPT = "the quick brown fox jumps"
 SHORT = SamplingParams(max_new_tokens=3)
 KEY = "ab" * 32
-
-
-def eventually(is_met: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(1000):
-        if is_met():
-            return
-        pause.wait(0.02)
-    raise AssertionError("it did not happen")
 
 
 def engine_at(address: str, **options: Any) -> Engine:

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from kvframe_engine.requests.request import Request, SamplingParams
 from kvframe_engine.running.model_runner import are_last_tokens
 from kvframe_engine.scheduling.step import PackedStep, ScheduledStep
-from kvframe_torch.backend import TorchBackend, TorchMetadataBuilder
 
 from kvframe import Engine, Setup, Stack, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
-from kvframe.contract.order import BatchOrder
 from tests.engine.scripted_model import ScriptedModel
+from tests.support.backends import DecodesFirst
 from tests.support.plugins import plugin
 
 
@@ -111,15 +110,6 @@ def test_last_tokens_out_of_order_or_twice_are_none() -> None:
 
 
 # --- the order of the batch -------------------------------------------------------------------------------------------
-
-
-class DecodesFirst(TorchBackend):
-    """Asks for requests of one token before all others."""
-
-    def make_builder(self) -> TorchMetadataBuilder:
-        builder = super().make_builder()
-        builder.batch_order = BatchOrder()
-        return builder
 
 
 class NotingModel(ScriptedModel):

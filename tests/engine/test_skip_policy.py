@@ -18,7 +18,7 @@ from kvframe.attention.batch_metadata import StepBatch
 from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
 from tests.covering import keep
 from tests.engine.scripted_model import ScriptedModel
-from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages
+from tests.models.serving import GREEDY, PROMPTS, TinyModel, Tokens, held_pages
 from tests.support.engines import manager_of, runner_of
 
 SKIPPING: dict[str, Any] = {"prefill_skipping": "decode_only", "max_num_batched_tokens": 24}
@@ -32,8 +32,8 @@ def model(models: Callable[[str], TinyModel]) -> TinyModel:
 
 
 @pytest.fixture(scope="module")
-def reference(model: TinyModel) -> list[tuple[int, ...]]:
-    return [model.reference(prompt) for prompt in PROMPTS]
+def reference(references: Callable[[str], Tokens]) -> Tokens:
+    return references("gemma3n_text")
 
 
 def serve(model: TinyModel, policy: Callable[[StepBatch], bool] | None = None, **options: Any) -> Engine:

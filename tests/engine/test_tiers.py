@@ -16,8 +16,9 @@ from kvframe.contract.errors import StackError
 from kvframe.hosting import page_writer, sealed_store
 from tests.covering import cover_values
 from tests.models.serving import GREEDY, TinyModel, ids
-from tests.support.engines import fetcher_of, held_pages, manager_of, scheduler_of, tiers_of, waited_for
+from tests.support.engines import fetcher_of, held_pages, manager_of, scheduler_of, tiers_of
 from tests.support.stores import SHELVES, OpenShelf, Shelf, shelf_plugin
+from tests.support.waiting import waited_for
 
 SYSTEM = ids(3, 37)
 ASKED = [[*SYSTEM, *ids(6, 3)], [*SYSTEM, *ids(7, 19)]]

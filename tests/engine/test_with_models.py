@@ -15,7 +15,7 @@ from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, RequestOutput, SamplingParams, Stack
 from kvframe.contract.errors import BackendError, ModelError, PlanError, StackError
-from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages, ids, make_stack
+from tests.models.serving import GREEDY, PROMPTS, TinyModel, Tokens, held_pages, ids, make_stack
 from tests.support.engines import manager_of, pool_of
 from tests.support.models import save_tokenizer, trained_tokenizer
 from tests.support.plugins import plugin
@@ -30,8 +30,8 @@ def model(models: Callable[[str], TinyModel]) -> TinyModel:
 
 
 @pytest.fixture(scope="module")
-def reference(model: TinyModel) -> list[tuple[int, ...]]:
-    return [model.reference(prompt) for prompt in PROMPTS]
+def reference(references: Callable[[str], Tokens]) -> Tokens:
+    return references("gemma3_text")
 
 
 @pytest.fixture(scope="module")

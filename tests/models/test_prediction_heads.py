@@ -19,7 +19,6 @@ import torch
 from kvframe_engine.running.heads_runner import HeadsRunner
 from kvframe_engine.running.model_runner import Compute, TokenRunner
 from kvframe_mtp.proposer import MTPProposer
-from kvframe_torch.backend import TorchBackend, TorchMetadataBuilder
 from kvframe_transformers import adapter
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.prediction_heads import TransformersHeads
@@ -30,7 +29,6 @@ from kvframe.attention.batch_metadata import StepBatch
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract import (
-    BatchOrder,
     DraftRequest,
     LayerSpec,
     ModelDescription,
@@ -44,6 +42,7 @@ from kvframe.planning.recognise import find_adapter
 from tests.covering import cover_values, few, keep
 from tests.models.headed import HEADED, Reference, save_headed
 from tests.models.serving import PROMPTS, TinyModel, held_pages
+from tests.support.backends import DecodesFirst
 from tests.support.commands import run
 from tests.support.drafts import generated, shown
 from tests.support.engines import draft_of, runner_of
@@ -349,15 +348,6 @@ def test_heads_are_told_of_new_weights_too(models: Models, monkeypatch: pytest.M
         monkeypatch.setattr(TransformersHeads, "weights_changed", lambda heads: told.append(heads))
         engine.weights_changed()
         assert [draft_of(engine)] == told
-
-
-class DecodesFirst(TorchBackend):
-    """Asks for requests of one token before all others."""
-
-    def make_builder(self) -> TorchMetadataBuilder:
-        builder = super().make_builder()
-        builder.batch_order = BatchOrder()
-        return builder
 
 
 def test_requests_are_packed_as_the_backend_of_the_heads_asks(models: Models) -> None:

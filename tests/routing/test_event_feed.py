@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -15,6 +15,7 @@ from kvframe.cache.layout import CacheLayout
 from kvframe.contract.event_publisher import EventPublisher, OpenEventPublisher
 from kvframe.hosting import event_feed
 from kvframe.hosting.event_feed import EventFeed
+from tests.support.waiting import eventually
 
 CLEARED = CacheCleared(layout=CacheLayout(alignment=1, max_tokens=8, groups=()))
 
@@ -71,15 +72,6 @@ def radio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Radio]:
 
 def events(*words: str) -> list[CacheEvent]:
     return [BlocksRemoved(group=0, keys=(word.encode(),)) for word in words]
-
-
-def eventually(is_met: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(1000):
-        if is_met():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not happen")
 
 
 def test_events_are_published_in_order_and_the_last_ones_before_the_end(radio: Radio) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 from kvframe_engine.tiers.fetcher import PrefixFetcher
@@ -56,15 +54,6 @@ def fetcher_of(engine: Any) -> PrefixFetcher:
     """Return what fetches pages from an engine's page stores."""
     fetcher: PrefixFetcher = engine._tiers._fetcher
     return fetcher
-
-
-def waited_for(is_so: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Return whether something is so, at the latest after some seconds."""
-    for _ in range(round(seconds / 0.005)):
-        if is_so():
-            return True
-        threading.Event().wait(0.005)
-    return is_so()
 
 
 def held_pages(engine: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.covering import few, keep
 from tests.testing.mistakes.backend import RightBackend
 from tests.testing.mistakes.finding import find
 from tests.testing.mistakes.kinds import Kind, all_kinds
@@ -21,12 +22,12 @@ def test_most_kinds_are_found() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [name if index % 4 == 0 else pytest.param(name, marks=pytest.mark.whole) for index, name in enumerate(FOUND)],
+    few(8, FOUND),
 )
 def test_a_mistake_is_found(name: str) -> None:
     assert find(KINDS[name])
 
 
-@pytest.mark.parametrize("part", [RightBackend, RightSpec, RightWrapper])
+@pytest.mark.parametrize("part", keep([RightBackend, RightSpec, RightWrapper], RightSpec, RightWrapper))
 def test_nothing_is_found_in_a_part_without_a_mistake(part: type) -> None:
     assert not find(Kind(name="none", part=part))

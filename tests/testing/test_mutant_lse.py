@@ -18,6 +18,7 @@ from kvframe.testing.runs import make_runs
 from kvframe.testing.sample import sample
 from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
+from tests.covering import few
 from tests.testing.lse_backends import MISTAKES, LseBackend
 
 CASES = {case.name: case for case in make_cases(LseBackend.capabilities)}
@@ -54,11 +55,9 @@ def test_the_kit_finds_nothing_in_the_backend_without_a_mistake(name: str) -> No
 
 
 IN_CASES = [mistake for mistake, name in FIRST.items() if name in CASES]
-USUAL = [pytest.param(each, marks=pytest.mark.whole if index % 3 else ()) for index, each in enumerate(IN_CASES)]
-"""A mistake that a case finds; usual runs compute the sample with every third."""
 
 
-@pytest.mark.parametrize("mistake", USUAL)
+@pytest.mark.parametrize("mistake", few(4, IN_CASES))
 def test_a_sample_of_the_cases_finds_a_mistake_too(mistake: str) -> None:
     wrong, _, message = MISTAKES[mistake]
     with pytest.raises(ConformanceError, match=message):

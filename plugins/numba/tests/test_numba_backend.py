@@ -34,7 +34,7 @@ class TestNumba(BackendTests):
     writes_out = True
 
 
-@pytest.mark.parametrize("case", FEW[::2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FEW[::4], ids=lambda case: case.name)
 def test_split_over_threads_and_tokens_it_computes_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     check_in_parts(case, monkeypatch)
 

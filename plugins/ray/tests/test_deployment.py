@@ -6,7 +6,6 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ import pytest
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.contract import StackError
 from plugins.ray.tests.conftest import STACK
+from tests.support.waiting import eventually
 
 NUM_REPLICAS = 2
 
@@ -65,14 +65,6 @@ def kill(replica: str) -> None:
     import ray
 
     ray.kill(ray.get_actor(replica, namespace="serve"))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        threading.Event().wait(0.1)
-    raise AssertionError("it did not come true in 300 s")
 
 
 def expected(checkpoint: Path, prompt: str, max_new_tokens: int) -> str:
@@ -130,7 +122,7 @@ def a_lost_replica_loses_no_request(served: str, checkpoint: Path) -> None:
     assert all(text.startswith(text_of(body)) for body in ended)
     assert all(text == text_of(body) for body in bodies if body not in ended)
     assert 0 < len(ended) < 8
-    wait_until(lambda: NUM_REPLICAS == len(engine_replicas() - {min(names)}))
+    eventually(lambda: NUM_REPLICAS == len(engine_replicas() - {min(names)}), 300, pause=0.1)
 
 
 def an_update_loses_no_request(served: str, checkpoint: Path, stack_file: Path) -> None:
@@ -145,7 +137,7 @@ def an_update_loses_no_request(served: str, checkpoint: Path, stack_file: Path) 
         asking = [pool.submit(ask) for _ in range(2)]
         try:
             deploy(model=str(checkpoint), stack=str(stack_file), name="renamed")
-            wait_until(lambda: not before & engine_replicas())
+            eventually(lambda: not before & engine_replicas(), 300, pause=0.1)
         finally:
             stop.set()
         for each in asking:

@@ -16,6 +16,7 @@ from kvframe_serve.server import Server
 
 from kvframe import Stack
 from tests.support.models import save_byte_model
+from tests.support.waiting import eventually
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -48,7 +49,7 @@ class Running:
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=lambda: asyncio.run(server.run(listener, grace=grace)), daemon=True)
         self._thread.start()
-        wait_until(lambda: self._accepts())
+        eventually(lambda: self._accepts())
 
     def _accepts(self) -> bool:
         try:
@@ -72,13 +73,12 @@ class Running:
         assert not self._thread.is_alive()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds, for 20 seconds at most."""
-    for _ in range(2000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it did not come true in 20 s")
+@pytest.fixture(scope="module")
+def client(checkpoint: Path) -> Iterator[openai.OpenAI]:
+    """Return a client of a server without options, which the tests of a file share."""
+    running = Running(Server(checkpoint, stack=STACK))
+    yield running.client()
+    running.close()
 
 
 @pytest.fixture

@@ -312,8 +312,7 @@ def test_tokens_that_the_model_does_not_have_are_refused_and_not_left_out(serve:
     assert (200, {"prompt": ""}) == post(running, "/detokenize", b'{"tokens": []}')
 
 
-def test_prompts_in_lists_are_answered_in_their_order(serve: Serve, checkpoint: Path) -> None:
-    client = serve().client()
+def test_prompts_in_lists_are_answered_in_their_order(client: openai.OpenAI, checkpoint: Path) -> None:
     prompts = ["ab", "cde", "f"]
     with Engine.from_pretrained(checkpoint, stack=STACK) as engine:
         params = SamplingParams(n=2, temperature=1, seed=3, max_new_tokens=6)
@@ -334,8 +333,7 @@ def post_tokens(client: Any, prompt: str) -> Any:
     return client.post("/../tokenize", body={"prompt": prompt}, cast_to=object)["tokens"]
 
 
-def test_an_echo_has_the_prompt_and_its_log_probabilities(serve: Serve, checkpoint: Path) -> None:
-    client = serve().client()
+def test_an_echo_has_the_prompt_and_its_log_probabilities(client: openai.OpenAI, checkpoint: Path) -> None:
     with Engine.from_pretrained(checkpoint, stack=STACK) as engine:
         params = SamplingParams(max_new_tokens=3, logprobs=True, top_logprobs=2, prompt_logprobs=True)
         (output,) = engine.generate(["hello"], params)
@@ -396,8 +394,7 @@ def test_an_answer_says_where_cached_tokens_came_from(serve: Serve) -> None:
         cached(cache_boundaries=[999])
 
 
-def test_models_are_named(serve: Serve) -> None:
-    client = serve().client()
+def test_models_are_named(client: openai.OpenAI) -> None:
     assert ["tiny"] == [model.id for model in client.models.list()]
     assert "tiny" == client.models.retrieve("tiny").id
     with pytest.raises(Exception, match="there is no model 'other'; this server serves 'tiny'"):

@@ -21,8 +21,9 @@ from kvframe_serve.generation import MOST_UNREAD
 from kvframe_serve.quotas import BusyError, Quota, Share
 
 from kvframe.contract import KVFrameError
-from plugins.serve.tests.conftest import Running, wait_until
+from plugins.serve.tests.conftest import Running
 from plugins.serve.tests.test_server import post, slow_down, stats
+from tests.support.waiting import eventually
 
 Serve = Callable[..., Running]
 
@@ -62,7 +63,7 @@ def test_halves_of_bodies_use_no_quota(serve: Serve) -> None:
         halves = [connect(running, stack) for _ in range(40)]
         for half in halves:
             half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        wait_until(lambda: len(running.server._connections._waiting) >= 40)
+        eventually(lambda: len(running.server._connections._waiting) >= 40)
         assert is_healthy(running)
         assert 200 == post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 2}')[0]
         assert [b"408"] * 40 == [read_all(half).split()[1] for half in halves]
@@ -81,7 +82,7 @@ def test_idle_connections_are_closed(serve: Serve, sent: bytes) -> None:
         except ConnectionResetError:
             data = b""
         assert sent.startswith(b"GET") or data == b""
-        wait_until(lambda: not running.server._connections._open)
+        eventually(lambda: not running.server._connections._open)
 
 
 def test_more_connections_than_there_may_be_close_the_oldest_idle_one(serve: Serve) -> None:
@@ -133,10 +134,10 @@ def test_a_stream_that_is_not_read_ends_and_gives_its_quota_back(serve: Serve) -
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         body = {"prompt": "x", "max_tokens": 490, "n": 16, "temperature": 1, "logprobs": 20, "stream": True}
         client.sendall(request_bytes(body))
-        wait_until(lambda: num_used(running) == 16)
-        wait_until(lambda: num_used(running) == 0)
-        wait_until(lambda: not running.server._connections._open)
-        wait_until(lambda: not any(stats(running).blocks_held))
+        eventually(lambda: num_used(running) == 16)
+        eventually(lambda: num_used(running) == 0)
+        eventually(lambda: not running.server._connections._open)
+        eventually(lambda: not any(stats(running).blocks_held))
 
 
 def test_what_waits_for_a_client_is_bounded(serve: Serve) -> None:
@@ -147,8 +148,8 @@ def test_what_waits_for_a_client_is_bounded(serve: Serve) -> None:
         body = {"prompt": "x", "max_tokens": 490, "n": 64, "temperature": 1, "logprobs": 20, "stream": True}
         assert 64 * 490 * 21 > 4 * MOST_UNREAD
         client.sendall(request_bytes(body))
-        wait_until(lambda: num_used(running) == 64)
-        wait_until(lambda: num_used(running) == 0)
+        eventually(lambda: num_used(running) == 64)
+        eventually(lambda: num_used(running) == 0)
         assert stats(running).generated_tokens < 64 * 490
         assert b"the client does not read its answer" in read_all_of_stream(client)
 
@@ -169,7 +170,7 @@ def test_one_key_cannot_use_all_of_a_quota_and_samples_count(serve: Serve) -> No
         client = connect(running, stack)
         body = {"prompt": "x", "max_tokens": 480, "n": 4, "temperature": 1, "stream": True}
         client.sendall(request_bytes(body, Authorization="Bearer anna"))
-        wait_until(lambda: num_used(running) == 4)
+        eventually(lambda: num_used(running) == 4)
         with pytest.raises(openai.RateLimitError, match="4 of the 4 samples that one key may have at once") as refused:
             running.client("anna").completions.create(model="tiny", prompt="x", max_tokens=1)
         assert "1" == refused.value.response.headers["retry-after"]
@@ -198,7 +199,7 @@ def test_a_stream_that_has_ended_holds_no_place_though_it_is_not_read(serve: Ser
             client = connect(running, stack)
             client.sendall(request_bytes({"prompt": "x", "max_tokens": 8, "n": 2, "temperature": 1, "stream": True}))
             client.recv(1)
-            wait_until(lambda: num_used(running) == 0)
+            eventually(lambda: num_used(running) == 0)
 
 
 def test_a_text_that_cannot_fit_is_refused_by_its_bytes(serve: Serve) -> None:
@@ -251,7 +252,7 @@ def test_keys_take_turns_when_large_bodies_are_read(serve: Serve, checkpoint: Pa
     hostile = [threading.Thread(target=ask) for _ in range(8)]
     for thread in hostile:
         thread.start()
-    wait_until(lambda: num_used(running) == 8)
+    eventually(lambda: num_used(running) == 8)
     large = json.dumps({"prompt": "a" * (100 << 10), "max_tokens": 1}).encode()
     status, answer = post(running, "/v1/completions", large, Authorization="Bearer ben")
     assert (400, "prompt_too_long") == (status, answer["error"]["code"])
@@ -269,7 +270,7 @@ def test_the_bytes_of_bodies_are_bounded(serve: Serve, checkpoint: Path, tmp_pat
         for client in clients:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(LARGE_CHAT)}\r\n"
             client.sendall(f"{head}Authorization: Bearer anna\r\n\r\n".encode() + LARGE_CHAT)
-        wait_until(lambda: num_used(running) == 11)
+        eventually(lambda: num_used(running) == 11)
         status, _ = post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 1}', Authorization="Bearer ben")
         assert 200 == status
         assert 3 == sum(b"bytes of bodies that one key may have" in read_some(client) for client in clients)
@@ -351,7 +352,7 @@ def test_health_says_that_a_step_hangs(serve: Serve, monkeypatch: pytest.MonkeyP
     asking.start()
     inside.wait()
     assert is_healthy(running)
-    wait_until(lambda: running.server.engine.step_seconds > 1)
+    eventually(lambda: running.server.engine.step_seconds > 1)
     status, answer = 0, {}
     try:
         urllib.request.urlopen(f"{running.url}/health", timeout=10)

@@ -15,10 +15,10 @@ import pytest
 from filelock import FileLock
 from kvframe_transformers.testing import save_tiny
 
-from plugins.serve.tests.conftest import wait_until
 from plugins.serve.tests.on_served_ranks import BREAK, Client
 from tests.loading.fake_distributions import FakeSite, registers
 from tests.programs import run_program, start_program
+from tests.support.waiting import eventually
 
 ENDED = "the engine has ended, because one of its ranks failed"
 
@@ -148,7 +148,7 @@ def test_torchrun_ends_when_a_step_fails_on_the_rank_that_serves(folder: Path) -
     for rank in (0, 1):
         assert re.search(rf"rank +: {rank} .*\n +exitcode +: 71 ", said), said
     assert len(said) < 64 << 10
-    wait_until(lambda: [] == commands_of(broken))
+    eventually(lambda: [] == commands_of(broken))
 
 
 def commands_of(broken: str) -> list[str]:

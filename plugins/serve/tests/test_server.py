@@ -23,7 +23,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvframe import Engine, Hints, SamplingParams
 from kvframe.contract import StackError
-from plugins.serve.tests.conftest import STACK, Running, wait_until
+from plugins.serve.tests.conftest import STACK, Running
+from tests.support.waiting import eventually
 
 Serve = Callable[..., Running]
 PROMPTS = [f"prompt number {index} of sixty-four: " * (1 + index % 4) for index in range(64)]
@@ -39,8 +40,7 @@ def stats(running: Running) -> Any:
     return running.server.engine.stats()
 
 
-def test_completions_are_those_of_the_engine(serve: Serve, checkpoint: Path) -> None:
-    client = serve().client()
+def test_completions_are_those_of_the_engine(client: openai.OpenAI, checkpoint: Path) -> None:
     text = expected(checkpoint, ["once upon"], max_new_tokens=12)[0]
     answer = client.completions.create(model="tiny", prompt="once upon", max_tokens=12)
     assert (text, "length") == (answer.choices[0].text, answer.choices[0].finish_reason)
@@ -56,8 +56,7 @@ def test_completions_are_those_of_the_engine(serve: Serve, checkpoint: Path) -> 
     assert ([], answer.usage) == (last.choices, last.usage)
 
 
-def test_chats_go_through_the_template(serve: Serve, checkpoint: Path) -> None:
-    client = serve().client()
+def test_chats_go_through_the_template(client: openai.OpenAI, checkpoint: Path) -> None:
     messages: Any = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "hello"}]},
@@ -74,8 +73,7 @@ def test_chats_go_through_the_template(serve: Serve, checkpoint: Path) -> None:
     assert loud == answer.choices[0].message.content != text
 
 
-def test_each_request_has_its_own_parameters(serve: Serve, checkpoint: Path) -> None:
-    client = serve().client()
+def test_each_request_has_its_own_parameters(client: openai.OpenAI, checkpoint: Path) -> None:
     asked: list[dict[str, Any]] = [
         {"temperature": 0.9, "seed": 7, "max_tokens": 11},
         {"temperature": 1.2, "seed": 8, "top_p": 0.8, "extra_body": {"top_k": 9}, "max_tokens": 14},
@@ -93,8 +91,7 @@ def test_each_request_has_its_own_parameters(serve: Serve, checkpoint: Path) -> 
     assert texts == answers
 
 
-def test_samples_are_those_of_the_engine(serve: Serve, checkpoint: Path) -> None:
-    client = serve().client()
+def test_samples_are_those_of_the_engine(client: openai.OpenAI, checkpoint: Path) -> None:
     asked: dict[str, Any] = {"model": "tiny", "n": 3, "temperature": 1, "seed": 5, "max_tokens": 9}
     texts = expected(checkpoint, ["x y"], n=3, temperature=1, seed=5, max_new_tokens=9)
     assert 3 == len(set(texts))
@@ -132,8 +129,7 @@ def logprobs_of(checkpoint: Path, prompt: str, count: int) -> list[tuple[bytes, 
     ]
 
 
-def test_log_probabilities_of_a_chat_are_those_of_the_engine(serve: Serve, checkpoint: Path) -> None:
-    client = serve().client()
+def test_log_probabilities_of_a_chat_are_those_of_the_engine(client: openai.OpenAI, checkpoint: Path) -> None:
     found = logprobs_of(checkpoint, "u:hello;a:", 8)
     asked: dict[str, Any] = {
         "model": "tiny",
@@ -161,8 +157,7 @@ def test_log_probabilities_of_a_chat_are_those_of_the_engine(serve: Serve, check
     assert [(data, value, []) for data, value, _ in found] == read(plain.content)
 
 
-def test_log_probabilities_of_a_completion_are_those_of_the_engine(serve: Serve, checkpoint: Path) -> None:
-    client = serve().client()
+def test_log_probabilities_of_a_completion_are_those_of_the_engine(client: openai.OpenAI, checkpoint: Path) -> None:
     found = logprobs_of(checkpoint, "x y", 8)
     tokens = [data.decode(errors="replace") for data, _, _ in found]
     tops = [{data.decode(errors="replace"): value for data, value in reversed(top)} for _, _, top in found]
@@ -190,13 +185,12 @@ def test_a_client_that_leaves_ends_all_its_samples(serve: Serve) -> None:
     )
     next(iter(stream))
     stream.close()
-    wait_until(lambda: not any(stats(running).blocks_held))
+    eventually(lambda: not any(stats(running).blocks_held))
     assert 0 < stats(running).generated_tokens < 3 * 400
-    wait_until(lambda: stats(running).num_running == 0)
+    eventually(lambda: stats(running).num_running == 0)
 
 
-def test_a_stop_string_ends_the_text_before_it(serve: Serve, checkpoint: Path) -> None:
-    client = serve().client()
+def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, checkpoint: Path) -> None:
     whole = expected(checkpoint, ["x y"], max_new_tokens=20)[0]
     stop = whole[6:8]
     answer = client.completions.create(model="tiny", prompt="x y", max_tokens=20, stop=[stop])
@@ -229,7 +223,7 @@ def test_sixty_four_streams_one_of_which_goes_away_and_one_asks_nonsense(serve: 
 
     with ThreadPoolExecutor(64) as pool:
         assert texts == list(pool.map(ask, range(64)))
-    wait_until(lambda: not any(stats(running).blocks_held))
+    eventually(lambda: not any(stats(running).blocks_held))
     # The client that went away asked for 400 tokens.
     assert 62 * 40 < stats(running).generated_tokens < 62 * 40 + 400
 
@@ -252,9 +246,9 @@ def test_a_client_that_stops_waiting_ends_its_request(serve: Serve) -> None:
     client = running.client().with_options(timeout=0.3)
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(model="tiny", prompt="x", max_tokens=490)
-    wait_until(lambda: not any(stats(running).blocks_held))
+    eventually(lambda: not any(stats(running).blocks_held))
     assert 0 < stats(running).generated_tokens < 490
-    wait_until(lambda: running.server._application.quota.num_used == 0)
+    eventually(lambda: running.server._application.quota.num_used == 0)
 
 
 def test_a_client_that_closes_its_stream_ends_its_request(serve: Serve) -> None:
@@ -263,9 +257,9 @@ def test_a_client_that_closes_its_stream_ends_its_request(serve: Serve) -> None:
     stream = running.client().completions.create(model="tiny", prompt="x", max_tokens=490, stream=True)
     next(iter(stream))
     stream.close()
-    wait_until(lambda: not any(stats(running).blocks_held))
+    eventually(lambda: not any(stats(running).blocks_held))
     assert 0 < stats(running).generated_tokens < 490
-    wait_until(lambda: running.server._application.quota.num_used == 0)
+    eventually(lambda: running.server._application.quota.num_used == 0)
 
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
@@ -437,13 +431,13 @@ def test_more_requests_than_the_most_are_told_to_try_again(serve: Serve) -> None
 
     with ThreadPoolExecutor(2) as pool:
         held = [pool.submit(hold) for _ in range(2)]
-        wait_until(lambda: running.server._application.quota.num_used == 2)
+        eventually(lambda: running.server._application.quota.num_used == 2)
         with pytest.raises(openai.RateLimitError, match="2 of the 2 samples that one key may have at once"):
             client.completions.create(model="tiny", prompt="x", max_tokens=1)
         go.set()
         for each in held:
             each.result(30)
-    wait_until(lambda: running.server._application.quota.num_used == 0)
+    eventually(lambda: running.server._application.quota.num_used == 0)
     client.completions.create(model="tiny", prompt="x", max_tokens=1)
 
 
@@ -562,7 +556,7 @@ def test_the_log_says_how_each_request_ended(serve: Serve, monkeypatch: pytest.M
             answer = refused
         with answer:
             answer.read()
-        wait_until(lambda: any(f"id=id{index} " in line for line in lines))
+        eventually(lambda: any(f"id=id{index} " in line for line in lines))
 
     ask(0)
     ask(1)
@@ -629,7 +623,7 @@ def test_metrics_say_what_tiers_did(serve: Serve, tmp_path: Path) -> None:
         usage = running.client().completions.create(model="tiny", prompt=prompt, max_tokens=2).usage
         assert usage is not None
         assert usage.prompt_tokens_details is not None
-        wait_until(lambda: list((tmp_path / "pages").glob("*/records/*")) != [])
+        eventually(lambda: list((tmp_path / "pages").glob("*/records/*")) != [])
         with urllib.request.urlopen(f"{running.url}/metrics") as answer:
             lines = [line.rpartition(" ") for line in answer.read().decode().splitlines() if line[0] != "#"]
         running.close()

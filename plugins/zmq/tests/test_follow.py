@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,6 +17,7 @@ from kvframe_zmq.wire import END
 from kvframe import CacheCleared, CacheLayout, FullAttentionSpec, KVCacheManager, group_layers, plan_cache
 from kvframe.contract import LayerSpec
 from kvframe.routing import EventBatch, PrefixIndex, from_plain, to_plain
+from tests.support.waiting import eventually
 
 SECRET = bytes(range(32))
 TOKENS = [*range(21)]
@@ -34,15 +34,6 @@ def free_ports(count: int) -> list[int]:
 def addresses() -> tuple[str, str]:
     events, replay = free_ports(2)
     return f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}"
-
-
-def eventually(is_met: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(1200):
-        if is_met():
-            return
-        pause.wait(0.025)
-    raise AssertionError("it did not happen")
 
 
 class Cache:

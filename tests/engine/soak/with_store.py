@@ -16,7 +16,8 @@ from tests.engine.soak.faulty_store import SHELVES, FaultyShelf
 from tests.engine.soak.run import Soak
 from tests.engine.soak.scenarios import Served
 from tests.engine.soak.traffic import Arrival
-from tests.support.engines import fetcher_of, waited_for
+from tests.support.engines import fetcher_of
+from tests.support.waiting import waited_for
 
 LIMITS: Mapping[Any, Mapping[str, float]] = {
     sealed_store: {"FIRST_REST": 0.002, "LONGEST_REST": 0.02},
