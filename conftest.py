@@ -64,8 +64,8 @@ LONG = {
     "test_new_plugin.py",
     "test_packed.py",
     "test_runs.py",
+    "test_ranks.py",
     "test_served_ranks.py",
-    "test_soak.py",
 }
 """Files with tests that take at least five seconds each."""
 

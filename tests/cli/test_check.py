@@ -237,6 +237,7 @@ def test_a_wrapper_that_forgets_a_row_is_wrong(plugin: Any) -> None:
     check_reproduced(part)
 
 
+@pytest.mark.whole
 def test_a_wrapper_that_changes_nothing_works(plugin: Any) -> None:
     code, part = found(plugin(WRAPPER, TABLE="metadata.block_table.clone()"))
     assert (0, "works") == (code, part["verdict"]), part["failure"]

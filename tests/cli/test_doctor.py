@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ class Fast(TorchReferenceBackend):
     def unusable_reason(cls):
         return {reason}
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _packages_are_listed_once() -> Iterator[None]:
+    packages = importlib.metadata.packages_distributions()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "packages_distributions", lambda: packages)
+        yield
 
 
 def run(*arguments: object) -> Result:

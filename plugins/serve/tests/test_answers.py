@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib.metadata import entry_points
 from itertools import groupby
 from pathlib import Path
@@ -84,6 +85,7 @@ TEMPLATES = {
 """What matters of the chat templates of each family."""
 
 
+@cache
 def form(name: str) -> MarkedFormat:
     found = find_format("", name)
     assert isinstance(found, MarkedFormat)
