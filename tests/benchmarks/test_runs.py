@@ -1,4 +1,7 @@
-"""Each benchmark runs at its smallest size: it checks its outputs, and writes a record and the page of the record."""
+"""Each benchmark runs at its smallest size: it checks its outputs, and writes a record and the page of the record.
+
+Usual runs have half of the benchmarks. Their pages are all checked, by ``test_pages``.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from benchmarks.cache.event_costs import ALL, BETWEEN, FULL
 from benchmarks.engine import beside_vllm, generate, skipping, soak
 from tests.benchmarks.calling import RESULTS, ROOT, call, page_of, record_of
 from tests.benchmarks.test_pages import PAGES
+from tests.covering import few
 from tests.support.models import save_byte_model
 
 
@@ -126,7 +130,7 @@ def part_of(record: Any, path: str) -> Any:
     return record
 
 
-@pytest.mark.parametrize(("module", "name"), RUNS, ids=[module for module, _ in RUNS])
+@pytest.mark.parametrize(("module", "name"), few(9, RUNS))
 def test_the_smallest_run_is_recorded(module: str, name: str, tmp_path: Path, model: Path) -> None:
     run = RUNS[module, name]
     options = run.options.format(folder=tmp_path, model=model).split()

@@ -117,7 +117,8 @@ def test_a_replayed_step_gives_them(models: Callable[[str], TinyModel], family: 
     check_asked()
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("falcon_h1", marks=pytest.mark.whole)])
+@pytest.mark.whole
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
 def test_a_compiled_model_gives_them(models: Callable[[str], TinyModel], family: str) -> None:
     backends = {"full_attention": "capturable"}
     _, graphs = serve(models(family), family, compiled=True, backends=backends, graphs=[8])

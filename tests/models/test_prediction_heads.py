@@ -284,7 +284,8 @@ def check_drafts(reference: Reference) -> None:
     assert [] == [each for each in CONTINUED if each[1] != reference.drafts_after(each[0])[: len(each[1])]]
 
 
-@pytest.mark.parametrize("family", keep(HEADED, "glm4_moe"))
+@pytest.mark.whole
+@pytest.mark.parametrize("family", HEADED)
 def test_heads_run_from_graphs_and_compiled_beside_a_model_that_does(models: Models, family: str) -> None:
     headed = models(family)
     wanted = generated(headed.model, GREEDY, SOME)[0]
