@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import attrs
+import kvframe_engine
 import pytest
 from kvframe_engine.core import STEP_FAILED
 
@@ -27,7 +28,9 @@ from kvframe.contract.model import ModelIdentity
 from tests.engine.scripted_model import ScriptedModel
 from tests.support.engines import manager_of, requests_of, scheduler_of
 
-SOURCES = tuple(str(Path(kvframe.__file__).parent / folder) for folder in ("engine", "cache"))
+SOURCES = (str(Path(kvframe_engine.__file__).parent), str(Path(kvframe.__file__).parent / "cache"))
+OUTPUTS = str(Path(kvframe_engine.__file__).parent / "requests" / "output.py")
+"""The properties of outputs, which a user reads between two calls of the engine."""
 SCRIPT = "the quick brown fox jumps over the lazy dog"
 TRIALS = 40
 """The number of interrupts of each session in usual runs, spread evenly; ``-m whole`` interrupts at each line."""
@@ -63,7 +66,8 @@ class Lines:
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "call" and not frame.f_code.co_filename.startswith(SOURCES):
+        name = frame.f_code.co_filename
+        if event == "call" and (name == OUTPUTS or not name.startswith(SOURCES)):
             return None
         if event == "line":
             if len(self.ran) == self._strike_at:
@@ -72,7 +76,7 @@ class Lines:
                 handler: Any = signal.getsignal(signal.SIGINT)
                 handler(signal.SIGINT, frame)
                 return None
-            self.ran.append((frame.f_code.co_filename, frame.f_lineno))
+            self.ran.append((name, frame.f_lineno))
         return self._trace
 
     def first_and_last(self) -> list[int]:
