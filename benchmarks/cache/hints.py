@@ -11,13 +11,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import click
 import numpy as np
+import torch
 from kvframe_engine.requests.request import Request
 from kvframe_engine.scheduling.scheduler import Scheduler
+from kvframe_engine.tiers.move import HOST
+from kvframe_engine.tiers.stored_pages import StoredPages
+from kvframe_engine.tiers.tiers import Tiers
 
 from benchmarks.cache.eviction import BOUND, COUNTED_FROM, block_ids, make_plan, make_policy_of, most_found
 from benchmarks.cache.eviction_traces import LONGEST, TracedRequest, document, on_one_of
@@ -27,12 +32,20 @@ from benchmarks.harness.record import benchmark
 from benchmarks.memory.traces import TRACES as LENGTHS
 from benchmarks.memory.traces import Conversation, Tokens, draw, draw_tokens
 from kvframe import Hints, KVCacheManager, SamplingParams, load_plugins
+from kvframe.attention.storage import HostStorage
 from kvframe.cache.hints import NO_HINTS
 from kvframe.contract import FCFS
+from tests.support.stores import SHELVES, Shelf, ShelfStore
 
 SIZE = 500
 POOLS = (64 * 1024, 128 * 1024, 256 * 1024)
 """The cache's capacities in tokens."""
+
+TIERS = (HOST, "shelf")
+"""The tiers: host memory, and a page store."""
+
+TIERED = ("no hints", "one-off", "sessions")
+"""The hints with which tiers are replayed."""
 
 ONE_OFF, BATCH = Hints(keep_seconds=0), Hints(priority=1)
 
@@ -224,6 +237,64 @@ def run(name: str, size: int) -> dict[str, Any]:
     return {"words": words, "requests": len(sent), "counted": dict(counted), "pools": pools}
 
 
+# --- tiers ------------------------------------------------------------------------------------------------------------
+
+
+def replay_with_tiers(sent: Sequence[Sent], tier: str, hints: Callable[[Sent], Hints]) -> dict[str, int]:
+    """Serve requests with a tier beside a small pool; return the tokens found, and the bytes written and brought back.
+
+    Host memory is twice as large as the pool, and the store has no bound.
+    """
+    clock, plan = [0.0], make_plan(POOLS[0])
+    pool = torch.zeros(plan.total_bytes, dtype=torch.uint8)
+    host = HostStorage(plan, pool, 2 * plan.num_slabs) if tier == HOST else None
+    manager = KVCacheManager(
+        plan, max_num_seqs=1, eviction=make_policy_of("scan_resistant"), host_pages=host, now=lambda: clock[0]
+    )
+    SHELVES["hints"] = Shelf()
+    storage: Any = SimpleNamespace(pool=pool, plan=plan)
+    stores = [ShelfStore(shelf="hints")]
+    pages = None if tier == HOST else StoredPages(storage, stores, bytes(32), lambda: ["trace"])
+    tiers = Tiers(manager, host, pages, bytes(32))
+    found = 0
+    for each in sent:
+        tokens, clock[0] = each.request.token_ids, each.seconds
+        prompt = tokens[: each.request.prompt_end]
+        request: Any = SimpleNamespace(
+            uses_prefix=True, forks_from=None, is_swapped=False, fetch=None, keeps_part=False, ranges=(),
+            cache_tokens=prompt, token_ids=prompt, cache_salt="", input_sequences={}, num_prompt_tokens=len(prompt),
+        )  # fmt: skip
+        tiers.begin(request)
+        while not tiers.is_ready(request):
+            tiers.wait()
+        if request.fetch is not None:
+            tiers.restore(request)
+        found += manager.start("request", prompt)
+        tiers.drop(request)
+        if not manager.extend("request", len(tokens)):
+            raise RuntimeError("the pool is too small for a single request")
+        manager.commit("request", tokens, len(tokens))
+        manager.free("request", hints=hints(each))
+        tiers.flush(60)
+    counts = tiers.stats()
+    tiers.close()
+    written, brought = counts["host_blocks_stored"], counts["restored_blocks"][tier]
+    if tier != HOST:
+        written = counts["stores"][tier].bytes_written // plan.groups[0].page_bytes
+    return {"found": found, "blocks_written": written, "blocks_brought": brought}
+
+
+def run_tiers(name: str, size: int) -> dict[str, Any]:
+    """Return what tiers do beside the smallest pool, with hints of some requests."""
+    _, seconds, make = TRACES[name]
+    sent = make(size)
+    sides = {
+        hinted: {tier: replay_with_tiers(sent, tier, partial(HINTED[hinted], seconds)) for tier in TIERS}
+        for hinted in TIERED
+    }
+    return {"prompt_tokens": sum(each.request.prompt_end for each in sent), "sides": sides}
+
+
 # --- waiting ----------------------------------------------------------------------------------------------------------
 
 
@@ -305,6 +376,20 @@ def write_report(record: Mapping[str, Any]) -> str:
         )
         for policy, each in record["waiting"].items()
     ]
+    tiers = [
+        (
+            name,
+            {HOST: "host memory"}.get(tier, "page store"),
+            hinted,
+            f"{100 * counts['found'] / trace['prompt_tokens']:.1f}",
+            f"{counts['blocks_written']:,}",
+            f"{counts['blocks_written'] / max(1, counts['blocks_brought']):.2f}",
+        )
+        for name, trace in record["tiers"].items()
+        for tier in TIERS
+        for hinted in TIERED
+        for counts in [trace["sides"][hinted][tier]]
+    ]
     costs = [
         f"{sum(pool[side]['seconds'] for trace in record['traces'].values() for pool in trace['pools'].values()):.1f}"
         for side in sides
@@ -325,6 +410,10 @@ def write_report(record: Mapping[str, Any]) -> str:
             ("", "urgent: median", "longest", "batch: median", "longest", "steps of all", "preemptions", "µs a step"),
             waiting,
         ),
+        "## Tiers",
+        f"Beside a pool of {POOLS[0] // 1024} Ki tokens, host memory of twice that size, or a page store without a "
+        "bound. What is found is in % of the prompt tokens; blocks have 16 tokens.",
+        table(("trace", "tier", "hints", "found", "blocks written", "written per block brought back"), tiers),
         "## Processor seconds of the replays",
         table(sides, [costs]),
     )
@@ -338,7 +427,9 @@ def write_report(record: Mapping[str, Any]) -> str:
 def main(names: tuple[str, ...], size: int) -> dict[str, Any]:
     """Count the tokens and the steps that hints of requests save; write one JSON file and one page."""
     waiting = {policy: wait(policy, size) for policy in ("fcfs", "priority")}
-    return {"size": size, "waiting": waiting, "traces": {name: run(name, size) for name in names}}
+    traces = {name: run(name, size) for name in names}
+    tiers = {name: run_tiers(name, size // 3) for name in names}
+    return {"size": size, "waiting": waiting, "traces": traces, "tiers": tiers}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ from kvframe.cache.block_table import BlockTables, Counts
 from kvframe.cache.radix_tree import RadixTree
 from kvframe.planning.plan import KVCachePlan
 
-READERS = frozenset(("audit", "block_ids", "find", "has_capacity", "missing_inputs", "published", "row"))
+READERS = frozenset(
+    ("audit", "block_ids", "find", "has_capacity", "may_be_needed", "missing_inputs", "published", "row")
+)
 """Public methods of the manager that change nothing. Debug mode audits after all others."""
 
 

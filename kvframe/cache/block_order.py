@@ -370,7 +370,10 @@ class PolicyPriorities:
         """Record the hints of a request that used blocks; return blocks that are not needed any more."""
         if self.hinted is None:
             max_kept_bytes = int(limit.share * self._capacity)
-            self.hinted = HintedPages(self.priority != _NOT_RANKED, limit.now, max_kept_bytes)
+            is_used = self.priority != _NOT_RANKED
+            # The request may have released some of its own blocks already.
+            is_used[pool_indices] = self._uses[pool_indices] > 0
+            self.hinted = HintedPages(is_used, limit.now, max_kept_bytes)
         return self.hinted.use(block_ids, pool_indices, self._page_bytes[groups], hints, owner)
 
     def _ask(self, clock: int, uses: Numbers, num_bytes: Numbers, *hints: Any) -> Numbers:

@@ -270,8 +270,14 @@ class BlockPool:
         """Return whether the policy is given the hints of a request: not if no request has had any."""
         return self.is_hinted or (self._policy is not None and hints != NO_HINTS)
 
+    def may_be_needed(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """Return whether each block may be needed again, as far as requests hint: ``[n], bool, host``."""
+        if self._policy is None or self._policy.hinted is None:
+            return np.ones(len(block_ids), dtype=np.bool_)
+        return self._policy.hinted.may_be_needed(self._pool_indices(block_ids))
+
     def hint_blocks(self, block_ids: BlockIds, groups: Groups, hints: Hints, owner: str, limit: KeptLimit) -> None:
-        """Record the hints of a request that used blocks, before it releases them; nothing without a policy.
+        """Record the hints of a request that used blocks, before it releases the last ones; nothing without a policy.
 
         Args:
             block_ids: The blocks.
@@ -284,9 +290,12 @@ class BlockPool:
         if self._policy is not None:
             pool_indices = self._pool_indices(block_ids)
             replaced_ids = self._policy.use(block_ids, pool_indices, groups, hints, owner, limit)
-            replaced_ids = replaced_ids[self.is_cached(replaced_ids)]
-            if len(replaced_ids):
-                self._rank_again(self._policy, replaced_ids)
+            cached_ids = np.concatenate([block_ids, replaced_ids])
+            cached_ids = cached_ids[self.is_cached(cached_ids)]
+            if len(cached_ids):
+                self._rank_again(self._policy, cached_ids)
+                if self.is_hinted:
+                    self._note_ends(cached_ids, self._pool_indices(cached_ids))
 
     def _note_ends(self, block_ids: AnyBlockIds, pool_indices: PoolIndices) -> None:
         """Record until when cached blocks are needed."""

@@ -203,7 +203,12 @@ class HintedPages:
             self._session = np.append(self._session, np.zeros(num_new, np.int64))
             self._block_ids = np.append(self._block_ids, np.zeros(num_new, np.int32))
 
-    # --- what a policy is given ---------------------------------------------------------------------------------------
+    # --- what policies and tiers are given ----------------------------------------------------------------------------
+
+    def may_be_needed(self, pool_indices: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        """Return whether each page may be needed: not if a request says that it is not, and none says more."""
+        may_be: npt.NDArray[np.bool_] = self._until[pool_indices] != _NOT_NEEDED
+        return may_be
 
     def levels(self, pool_indices: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
         """Return the smallest priority of the requests that used each page; 0 without a request."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 
 import attrs
 import numpy as np
@@ -38,8 +39,9 @@ class HostTier:
         pages_dropped: Evicted pages for which no host page was free, or whose copy failed.
     """
 
-    def __init__(self, plan: KVCachePlan, host_pages: HostPages) -> None:
+    def __init__(self, plan: KVCachePlan, host_pages: HostPages, device_pool: BlockPool) -> None:
         """Begin with an empty pool of host pages, ``pool``, for a device pool with this plan."""
+        self._device_pool = device_pool
         self._plan, self._num_groups = plan, len(plan.groups)
         self._host_pages = host_pages
         self.pool = BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs), on_evicted=self._remove_evicted)
@@ -55,8 +57,11 @@ class HostTier:
         """Do nothing: pages are copied when they are evicted."""
 
     def note_evicted(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Copy pages that are evicted from the device, except those that have a copy already."""
+        """Copy pages that are evicted from the device, except those that have a copy already or are not needed."""
         host_ids = self._host_ids[group]
+        may_be_needed = self._device_pool.may_be_needed(np.array(block_ids, dtype=np.int32))
+        if not may_be_needed.all():
+            keys, block_ids = (list(compress(values, may_be_needed.tolist())) for values in (keys, block_ids))
         self._use_again(group, self.find_pages(group, keys))
         fresh = [index for index, key in enumerate(keys) if key not in host_ids]
         for start in range(0, len(fresh), _PAGES_AT_ONCE):

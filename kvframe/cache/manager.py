@@ -140,7 +140,7 @@ class KVCacheManager:
         self._coordinator = KVCacheCoordinator(kinds, numbers, self._pool, publisher, copier)
         self._input_groups = kinds.input_groups
         self._kinds = kinds
-        self.host_tier = None if host_pages is None else HostTier(plan, host_pages)
+        self.host_tier = None if host_pages is None else HostTier(plan, host_pages, self._pool)
         host_pool = None if self.host_tier is None else self.host_tier.pool
         self._swapper = Swapper(kinds, numbers, self._coordinator, self._cache, host_pages, host_pool)
         self._entries: dict[str, Entry] = {}
@@ -493,6 +493,9 @@ class KVCacheManager:
         """Record what the sender of a row's request says of its pages."""
         counts = self._numbers.num_blocks[:, row].tolist()
         ids = np.concatenate([self.tables[group].ids[row, :count] for group, count in enumerate(counts)])
+        if hints != NO_HINTS:
+            # Of dead blocks, such as those before a window, the pages that are still cached.
+            ids = np.where(ids == 0, self._publisher.pages_of(row, counts), ids)
         groups = np.repeat(np.arange(len(counts)), counts)
         self._pool.hint_blocks(ids[ids != 0], groups[ids != 0], hints, owner, self._kept_limit)
 
@@ -662,6 +665,11 @@ class KVCacheManager:
         self._events = EventLog(self.layout, self._cache.tree, secret, self._watchers, keeps_events=keeps_events)
         self._cache.log_events_to(self._events)
         return self._events
+
+    def may_be_needed(self, block_ids: Sequence[int]) -> list[bool]:
+        """Return whether each cached page may be needed again: not if requests hint that it is not."""
+        may_be_needed: list[bool] = self._pool.may_be_needed(np.array(block_ids, dtype=np.int32)).tolist()
+        return may_be_needed
 
     @cached_property
     def layout(self) -> CacheLayout:

@@ -7,6 +7,8 @@ no longer needs, such as those before a window, stay findable until they are evi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +86,13 @@ class Publisher:
         self._states = numbers.states
         self._num_computed, self._next_publication = numbers.num_computed, numbers.next_publication
         self._cursors: list[_Cursor | None] = [None] * max_num_seqs
+
+    def pages_of(self, row: int, counts: Sequence[int]) -> BlockIds:
+        """Return ``row_pages`` of a row: of each group so many blocks, one group after the other."""
+        indices = (self._tree.stack_indices[group] for group in range(len(counts)))
+        return np.concatenate(
+            [self.row_pages[s][g, row, :count] for (s, g), count in zip(indices, counts, strict=True)]
+        )
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 

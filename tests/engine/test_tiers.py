@@ -11,7 +11,7 @@ import pytest
 import torch
 from kvframe_engine.tiers import tiers
 
-from kvframe import BlocksStored, CacheCleared, CacheEvent, Engine, PageRecords, ReadRate, Stack, load_plugins
+from kvframe import BlocksStored, CacheCleared, CacheEvent, Engine, Hints, PageRecords, ReadRate, Stack, load_plugins
 from kvframe.contract.errors import StackError
 from kvframe.hosting import page_writer, sealed_store
 from tests.covering import cover_values
@@ -450,3 +450,33 @@ def test_what_takes_longer_to_bring_than_to_compute_is_computed(
                 monkeypatch.setattr("kvframe_engine.tiers.tiers.LEAST_TOKENS", 1 << 60)
         assert 0 < rounds[1] - rounds[0]
         assert 0 == rounds[2] - rounds[1]
+
+
+ONE_OFF = Hints(keep_seconds=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_what_is_not_needed_again_goes_to_no_tier(tmp_path: Path, shelf: Shelf, family: str) -> None:
+    tiny = made(tmp_path, family)
+    params = attrs.evolve(GREEDY, max_new_tokens=1)
+    with small_engine(tiny, host_memory="4MiB", stores=["shelf"], eviction="scan_resistant") as engine:
+        engine.generate(OTHERS[:4], params, hints=ONE_OFF)
+        assert engine.flush_page_stores()
+        assert (0, 0) == (len(shelf.records), engine.stats().host_blocks)
+        assert engine.stats().evictions > 0
+
+
+def test_stores_get_pages_that_a_later_request_needs_when_they_are_evicted(llama: TinyModel, shelf: Shelf) -> None:
+    params = attrs.evolve(GREEDY, max_new_tokens=1)
+    with small_engine(llama, stores=["shelf"], eviction="scan_resistant") as engine:
+        engine.generate(ASKED[:1], params, hints=ONE_OFF)
+        engine.generate(ASKED[:1], params)
+        assert 0 == len(shelf.records)
+        engine.generate(OTHERS[:2], params, hints=ONE_OFF)
+        assert engine.stats().evictions > 0
+        pages = tiers_of(engine)._pages
+        assert pages is not None
+        assert pages.flush(10.0)
+        assert len(shelf.records) > 0
+        assert engine.flush_page_stores()
+        assert (len(ASKED[0]) - 1) // 4 == len(shelf.records)

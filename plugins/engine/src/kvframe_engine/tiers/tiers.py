@@ -102,6 +102,8 @@ class Tiers:
         self.counts = TierCounts()
         self._fetcher = None if pages is None else PrefixFetcher(pages)
         self._fresh: dict[int, tuple[int, bytes]] = {}
+        # Pages that no store gets, because requests hint that they are not needed: unless a later request needs them.
+        self._unneeded: dict[int, tuple[int, bytes]] = {}
         self._known: dict[tuple[int, bytes], None] = {}
         self._store_counts = {} if pages is None else pages.counts
         self._seconds_per_token: float | None = None
@@ -265,7 +267,10 @@ class Tiers:
     def note_evicted(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Copy pages now that are evicted before the stores got them."""
         assert self._pages is not None
-        lost = [block_id for block_id in block_ids if block_id in self._fresh]
+        self._fresh |= {block_id: self._unneeded.pop(block_id) for block_id in block_ids if block_id in self._unneeded}
+        lost = self._needed([block_id for block_id in block_ids if block_id in self._fresh])
+        for block_id in block_ids:
+            self._unneeded.pop(block_id, None)
         if not lost:
             return
         num_kept = -(-self._pages.free_bytes // self._page_bytes[group])
@@ -277,6 +282,7 @@ class Tiers:
     def note_cleared(self) -> None:
         """Forget all pages: the model changed."""
         self._fresh.clear()
+        self._unneeded.clear()
         self._known.clear()
         if self._pages is not None:
             self._pages.renew()
@@ -314,7 +320,17 @@ class Tiers:
                 break
             num_bytes -= self._page_bytes[group]
             chosen_ids.append(block_id)
-        self._give(chosen_ids, max_queued_bytes)
+        self._give(self._needed(chosen_ids), max_queued_bytes)
+
+    def _needed(self, block_ids: Sequence[int]) -> list[int]:
+        """Return which pages the stores should get; set aside those that requests hint are not needed."""
+        needed = []
+        for block_id, may_be_needed in zip(block_ids, self._manager.may_be_needed(block_ids), strict=True):
+            if may_be_needed:
+                needed.append(block_id)
+            else:
+                self._unneeded[block_id] = self._fresh.pop(block_id)
+        return needed
 
     def _give(self, block_ids: Sequence[int], max_queued_bytes: int | None = None) -> None:
         """Copy pages from the device, and queue them for the stores."""
@@ -353,6 +369,8 @@ class Tiers:
     def flush(self, seconds: float) -> bool:
         """Wait until the stores have what was computed, for some seconds at most; return whether they have."""
         deadline = monotonic() + seconds
+        self._fresh |= self._unneeded
+        self._unneeded.clear()
         while self._pages is not None:
             self._give_all()
             if not self._pages.flush(max(0.0, deadline - monotonic())):
