@@ -63,6 +63,15 @@ def test_each_hint_buys_what_it_is_for() -> None:
         sessions, everything = gains(trace, "sessions", "turn"), gains(trace, "all", "turn")
         assert max(more - less for more, less in zip(sessions, everything, strict=True)) > 0.1
     assert min(gains("batch", "batch", "turn")) > 0.01
+    for trace in record["tiers"].values():
+        for tier in ("host_memory", "shelf"):
+            without, one_off = (trace["sides"][hinted][tier] for hinted in ("no hints", "one-off"))
+            assert one_off["found"] >= without["found"]
+            assert one_off["blocks_written"] <= without["blocks_written"]
+    for trace in ("chats", "agents", "rewriting agents"):
+        for tier in ("host_memory", "shelf"):
+            without, one_off = (record["tiers"][trace]["sides"][hinted][tier] for hinted in ("no hints", "one-off"))
+            assert one_off["blocks_written"] < without["blocks_written"] / 2
     urgent = [record["waiting"][policy]["median"]["urgent"] for policy in ("fcfs", "priority")]
     assert urgent[1] <= 2 < urgent[0]
     assert record["waiting"]["fcfs"]["steps"] == record["waiting"]["priority"]["steps"]

@@ -1,0 +1,80 @@
+"""Replay requests with hints over a small pool with a tier beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from kvframe_engine.tiers.move import HOST
+from kvframe_engine.tiers.stored_pages import StoredPages
+from kvframe_engine.tiers.tiers import Tiers
+
+from benchmarks.cache.eviction import POOLS, make_plan, make_policy_of
+from benchmarks.cache.hint_traces import HINTED, TRACES, Sent
+from kvframe import Hints, KVCacheManager
+from kvframe.attention.storage import HostStorage
+from tests.support.stores import SHELVES, Shelf, ShelfStore
+
+TIERS = (HOST, "shelf")
+"""The tiers: host memory, and a page store."""
+
+TIERED = ("no hints", "one-off", "sessions")
+"""The hints with which tiers are replayed."""
+
+
+def replay_with_tiers(sent: Sequence[Sent], tier: str, hints: Callable[[Sent], Hints]) -> dict[str, int]:
+    """Serve requests with a tier beside a small pool; return the tokens found, and the bytes written and brought back.
+
+    Host memory is twice as large as the pool, and the store has no bound.
+    """
+    clock, plan = [0.0], make_plan(POOLS[0])
+    pool = torch.zeros(plan.total_bytes, dtype=torch.uint8)
+    host = HostStorage(plan, pool, 2 * plan.num_slabs) if tier == HOST else None
+    manager = KVCacheManager(
+        plan, max_num_seqs=1, eviction=make_policy_of("scan_resistant"), host_pages=host, now=lambda: clock[0]
+    )
+    SHELVES["hints"] = Shelf()
+    storage: Any = SimpleNamespace(pool=pool, plan=plan)
+    stores = [ShelfStore(shelf="hints")]
+    pages = None if tier == HOST else StoredPages(storage, stores, bytes(32), lambda: ["trace"])
+    tiers = Tiers(manager, host, pages, bytes(32))
+    found = 0
+    for each in sent:
+        tokens, clock[0] = each.request.token_ids, each.seconds
+        prompt = tokens[: each.request.prompt_end]
+        request: Any = SimpleNamespace(
+            uses_prefix=True, forks_from=None, is_swapped=False, fetch=None, keeps_part=False, ranges=(),
+            cache_tokens=prompt, token_ids=prompt, cache_salt="", input_sequences={}, num_prompt_tokens=len(prompt),
+        )  # fmt: skip
+        tiers.begin(request)
+        while not tiers.is_ready(request):
+            tiers.wait()
+        if request.fetch is not None:
+            tiers.restore(request)
+        found += manager.start("request", prompt)
+        tiers.drop(request)
+        if not manager.extend("request", len(tokens)):
+            raise RuntimeError("the pool is too small for a single request")
+        manager.commit("request", tokens, len(tokens))
+        manager.free("request", hints=hints(each))
+        tiers.flush(60)
+    counts = tiers.stats()
+    tiers.close()
+    written, brought = counts["host_blocks_stored"], counts["restored_blocks"][tier]
+    if tier != HOST:
+        written = counts["stores"][tier].bytes_written // plan.groups[0].page_bytes
+    return {"found": found, "blocks_written": written, "blocks_brought": brought}
+
+
+def run_tiers(name: str, size: int) -> dict[str, Any]:
+    """Return what tiers do beside the smallest pool, with hints of some requests."""
+    _, seconds, make = TRACES[name]
+    sent = make(size)
+    sides = {
+        hinted: {tier: replay_with_tiers(sent, tier, partial(HINTED[hinted], seconds)) for tier in TIERS}
+        for hinted in TIERED
+    }
+    return {"prompt_tokens": sum(each.request.prompt_end for each in sent), "sides": sides}
