@@ -59,9 +59,9 @@ class HostTier:
     def note_evicted(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Copy pages that are evicted from the device, except those that have a copy already or are not needed."""
         host_ids = self._host_ids[group]
-        may_be_needed = self._device_pool.may_be_needed(np.array(block_ids, dtype=np.int32))
-        if not may_be_needed.all():
-            keys, block_ids = (list(compress(values, may_be_needed.tolist())) for values in (keys, block_ids))
+        may_be_needed = self._device_pool.may_be_needed(np.array(block_ids, dtype=np.int32)).tolist()
+        if not all(may_be_needed):
+            keys, block_ids = [*compress(keys, may_be_needed)], [*compress(block_ids, may_be_needed)]
         self._use_again(group, self.find_pages(group, keys))
         fresh = [index for index, key in enumerate(keys) if key not in host_ids]
         for start in range(0, len(fresh), _PAGES_AT_ONCE):
