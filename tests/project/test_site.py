@@ -37,6 +37,7 @@ pytestmark = pytest.mark.site
 def browser() -> Iterator[Browser]:
     program = find_program()
     assert program is not None, "install chromium"
+    assert SITE.exists(), "run make docs"
     with start(program) as started:
         yield started
 
