@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kvframe_serve.answers import Content, Part, Reasoning, ToolCall, find_format, marked
 from kvframe_serve.answers.marked import MarkedFormat
@@ -297,6 +297,7 @@ def test_marks_that_make_no_call_are_text_to_the_letter(name: str, data: st.Data
 
 @pytest.mark.parametrize("name", sorted({*CALLS, *REASONING}))
 @given(text=st.text(alphabet='ab <>{}[]"\n|', max_size=40))
+@example(text="{<<")
 def test_nothing_of_a_text_without_marks_is_lost(name: str, text: str) -> None:
     if any(mark in text for mark in form(name).marks if len(mark) > 1):
         return

@@ -331,8 +331,8 @@ class _OpenCall:
             if character.isspace():
                 continue
             begin = f"{self._begin}{character}"
-            index = bisect_left(self._begins, begin)
-            following = self._begins[index] if index < len(self._begins) else ""
+            next_begin = bisect_left(self._begins, begin)
+            following = self._begins[next_begin] if next_begin < len(self._begins) else ""
             if begin == following:
                 self._begin = None
                 break
