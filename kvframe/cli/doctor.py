@@ -15,10 +15,10 @@ from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import InvalidRequirement, Requirement
 
 from kvframe.cli.guard import joined_lines
-from kvframe.cli.model_check import ModelCheck, check_model
+from kvframe.cli.model_check import check_model
 from kvframe.cli.options import json_option, read_stack, stack_option
 from kvframe.cli.render import format_bytes, print_facts, print_json, print_reasons, print_table
-from kvframe.cli.store_check import check_publisher, check_stores
+from kvframe.cli.store_check import CheckResult, check_publisher, check_stores
 from kvframe.config.hub import find_model
 from kvframe.contract.errors import PlanError, PluginError
 from kvframe.contract.foreign import explain_failed_import
@@ -262,7 +262,7 @@ def _plugin_problems(host: PluginHost, names: Sequence[Mapping[str, str]]) -> It
 
 
 def _next_steps(
-    problems: Sequence[str], names: Sequence[Mapping[str, str]], model_check: ModelCheck | None
+    problems: Sequence[str], names: Sequence[Mapping[str, str]], model_check: CheckResult | None
 ) -> list[str]:
     """Return what to type next."""
     if model_check is not None and model_check.install:
@@ -317,12 +317,9 @@ def _print(report: dict[str, Any], without_devices: str) -> None:
             reasons.setdefault(f"{item['status']}: {item['reason']}", []).append(f"plugin {item['id']}")
     if reasons:
         print_reasons("Not usable here, and no fault", reasons)
-    if report["page_stores"]:
-        print_facts("Page stores", [*report["page_stores"].items()])
-    if report["event_publishers"]:
-        print_facts("Event publisher", [*report["event_publishers"].items()])
-    if report["model"]:
-        print_facts("Model", [*report["model"].items()])
+    for title, key in (("Page stores", "page_stores"), ("Event publisher", "event_publishers"), ("Model", "model")):
+        if report[key]:
+            print_facts(title, report[key].items())
     print_facts("Problems", [(str(index), text) for index, text in enumerate(report["problems"], 1)] or [("none", "")])
     print_facts("Type", [("", text) for text in report["next"]])
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import attrs
-
+from kvframe.cli.store_check import CheckResult
 from kvframe.contract.errors import KVFrameError
 from kvframe.loading.packages import provider_of, to_install
 
@@ -19,22 +18,7 @@ if TYPE_CHECKING:
     from kvframe.loading.registry import Registry
 
 
-@attrs.frozen(kw_only=True)
-class ModelCheck:
-    """What was found out about a model, without its weights.
-
-    Attributes:
-        facts: What would serve it: its layers by kind, device, dtype and backends; empty if it cannot be served.
-        problems: Why it cannot be served, in sentences.
-        install: The command that installs everything that is missing; empty if nothing is, or if no package is known.
-    """
-
-    facts: Mapping[str, str] = attrs.field(factory=dict)
-    problems: tuple[str, ...] = ()
-    install: str = ""
-
-
-def check_model(path: Path, stack: Stack, host: PluginHost) -> ModelCheck:
+def check_model(path: Path, stack: Stack, host: PluginHost) -> CheckResult:
     """Return what a model lacks, or what would serve it."""
     from kvframe.hosting.setup import Setup
     from kvframe.planning.recognise import describe_model
@@ -43,9 +27,9 @@ def check_model(path: Path, stack: Stack, host: PluginHost) -> ModelCheck:
         missing_names = _missing(describe_model(path, host.registry), host.registry)
         if missing_names:
             return _lacking(missing_names, host.records)
-        return ModelCheck(facts=_facts(Setup.read(path, stack, host.registry)))
+        return CheckResult(facts=_facts(Setup.read(path, stack, host.registry)))
     except KVFrameError as error:
-        return ModelCheck(problems=(str(error),))
+        return CheckResult(problems=(str(error),))
 
 
 def _missing(description: ModelDescription, registry: Registry) -> list[tuple[str, str]]:
@@ -60,22 +44,17 @@ def _missing(description: ModelDescription, registry: Registry) -> list[tuple[st
     ]
 
 
-def _lacking(missing_names: list[tuple[str, str]], records: Sequence[PluginRecord]) -> ModelCheck:
+def _lacking(missing_names: list[tuple[str, str]], records: Sequence[PluginRecord]) -> CheckResult:
     providers = {claim: provider_of(*claim) for claim in missing_names}
     not_loaded = {record.distribution: record for record in records if record.status != "loaded"}
     labels = {"spec": "attention type", "wrapper": "wrapper"}
-    return ModelCheck(
+    packages = [package for package in dict.fromkeys(providers.values()) if package and package not in not_loaded]
+    return CheckResult(
         problems=tuple(
             f"the model needs the {labels[kind]} {name!r}, {_whence(provider, not_loaded)}"
             for (kind, name), provider in providers.items()
         ),
-        install=_install_all(
-            [
-                *dict.fromkeys(
-                    provider for provider in providers.values() if provider is not None and provider not in not_loaded
-                )
-            ]
-        ),
+        install=to_install(*packages) if packages else "",
     )
 
 
@@ -86,16 +65,6 @@ def _whence(provider: str | None, not_loaded: Mapping[str, PluginRecord]) -> str
         record = not_loaded[provider]
         return f"which {provider} provides; its plugin is {record.status}: {record.reason}"
     return f"which {provider} provides"
-
-
-def _install_all(packages: list[str]) -> str:
-    """Return one command that installs several packages; empty for none."""
-    command = "pip install"
-    return (
-        " ".join([command, *(to_install(package).removeprefix(f"{command} ") for package in packages)])
-        if packages
-        else ""
-    )
 
 
 def _facts(setup: Setup) -> dict[str, str]:

@@ -22,19 +22,21 @@ _ORIGIN = "0" * 32
 
 
 @attrs.frozen
-class StoreCheck:
-    """What was found out about page stores, or about an event publisher.
+class CheckResult:
+    """What was found out about the model, the page stores or the event publisher of an operator.
 
     Attributes:
-        facts: What one that works says of itself, by name.
-        problems: What is wrong with the others, in sentences.
+        facts: What works, by name.
+        problems: What does not, in sentences.
+        install: The command that installs all that is missing; empty if nothing is, or if no package is known.
     """
 
-    facts: Mapping[str, str]
-    problems: Sequence[str]
+    facts: Mapping[str, str] = attrs.field(factory=dict)
+    problems: Sequence[str] = ()
+    install: str = ""
 
 
-def check_stores(stack: Stack, registry: Registry) -> StoreCheck:
+def check_stores(stack: Stack, registry: Registry) -> CheckResult:
     """Open each page store of a stack, look up a record that is not there, and close the store."""
     from kvframe.config.choices import make_page_stores
 
@@ -61,10 +63,10 @@ def check_stores(stack: Stack, registry: Registry) -> StoreCheck:
         facts[store.name] = "opens" if capacity is None else f"opens, holds {format_bytes(capacity)}"
     if stores and stack.cache.key is None:
         problems += _secret_problems(stack, stores)
-    return StoreCheck(facts, problems)
+    return CheckResult(facts, problems)
 
 
-def check_publisher(stack: Stack, registry: Registry) -> StoreCheck:
+def check_publisher(stack: Stack, registry: Registry) -> CheckResult:
     """Open the event publisher of a stack, if it has one, and close it."""
     from kvframe.config.choices import make_event_publisher
 
@@ -72,17 +74,17 @@ def check_publisher(stack: Stack, registry: Registry) -> StoreCheck:
     try:
         publisher = make_event_publisher(use, registry)
     except KVFrameError as error:
-        return StoreCheck({}, [str(error)])
+        return CheckResult({}, [str(error)])
     if publisher is None:
-        return StoreCheck({}, [])
+        return CheckResult({}, [])
     try:
         publisher.open().close()
     except (Exception, SystemExit) as error:  # a publisher raises anything
         why = joined_lines(safe_text(error))
         hint = "if an engine of this stack runs here, it has the address"
-        return StoreCheck({}, [f"event publisher {publisher.name!r} cannot be opened now: {why}; {hint}"])
+        return CheckResult({}, [f"event publisher {publisher.name!r} cannot be opened now: {why}; {hint}"])
     without_key = "" if stack.cache.key is not None else ", but no router has the secret: set key in [cache]"
-    return StoreCheck({publisher.name: f"opens{without_key}"}, [])
+    return CheckResult({publisher.name: f"opens{without_key}"}, [])
 
 
 def _secret_problems(stack: Stack, stores: Sequence[PageStore]) -> list[str]:

@@ -67,14 +67,19 @@ def provider_of(kind: str, name: str) -> str | None:
     return package if owner in ("", package) else None
 
 
-def to_install(package: str) -> str:
-    """Return the command that installs a package: from the clone that kvframe runs from, or by its name."""
+def to_install(*packages: str) -> str:
+    """Return the command that installs packages: from the clone that kvframe runs from, or by their names."""
+    return " ".join(["pip install", *map(_source_of, packages)])
+
+
+def _source_of(package: str) -> str:
+    """Return what pip is told to install a package."""
     folder = _folder_of(package)
     if folder is None:
-        return f"pip install {package}"
+        return package
     with suppress(OSError, ValueError):  # the command is run in another folder, or in one that was removed
         folder = folder.relative_to(Path.cwd())
-    return f"pip install -e {shlex.quote(str(folder))}"
+    return f"-e {shlex.quote(str(folder))}"
 
 
 def to_run_models() -> str:

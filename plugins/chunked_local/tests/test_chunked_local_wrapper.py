@@ -29,6 +29,7 @@ from kvframe.contract import (
     WrapperError,
 )
 from kvframe.testing.framework import apply_wrapper, bind_chain, check_order, pad_metadata
+from kvframe.testing.metadata import on_device
 from kvframe.testing.suites import WrapperTests
 
 MakeBatch = Callable[..., CommonAttentionMetadata]
@@ -221,16 +222,10 @@ class CopiesToDevice(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def on_meta(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """Return the batch on a device whose values cannot be read."""
-    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "generating_indices")
-    return attrs.evolve(batch, **{name: getattr(batch, name).to("meta") for name in names})
-
-
 @pytest.mark.parametrize("chunk", [512, 500])
 @pytest.mark.parametrize("seq_lens", [range(600, 856), range(856, 600, -1)])
 def test_256_decodes_are_one_copy_of_at_most_4_kb(make_batch: MakeBatch, seq_lens: range, chunk: int) -> None:
-    batch = on_meta(make_batch([1] * 256, list(seq_lens), block_size=16))
+    batch = on_device(make_batch([1] * 256, list(seq_lens), block_size=16))
     with CopiesToDevice() as copies:
         virtual = apply_wrapper(ChunkedLocal(chunk=chunk), batch)
     assert 1 == len(copies.num_bytes)
@@ -241,7 +236,7 @@ def test_256_decodes_are_one_copy_of_at_most_4_kb(make_batch: MakeBatch, seq_len
 def test_256_requests_with_prompts_at_a_graphs_sizes_are_one_copy_of_at_most_4_kb(make_batch: MakeBatch) -> None:
     num_new = [1] * 224 + [8] * 32
     sizes = {"num_reqs": 256, "num_tokens": 512, "num_generating": 256, "max_query_len": 64}
-    batch = on_meta(pad_metadata(make_batch(num_new, list(range(600, 856)), block_size=16), **sizes))
+    batch = on_device(pad_metadata(make_batch(num_new, list(range(600, 856)), block_size=16), **sizes))
     with CopiesToDevice() as copies:
         virtual = apply_wrapper(ChunkedLocal(chunk=512), batch)
     assert most_virtual_requests(256, 512, 64, 512) == virtual.num_reqs == virtual.block_table.shape[0]
@@ -251,7 +246,7 @@ def test_256_requests_with_prompts_at_a_graphs_sizes_are_one_copy_of_at_most_4_k
 
 def test_runs_past_the_end_of_the_table_need_nothing_of_the_device(make_batch: MakeBatch) -> None:
     told = Extension(torch.zeros(3, dtype=torch.int32, device="meta"), Axis.REQUEST)
-    batch = attrs.evolve(on_meta(make_batch([4, 10, 5], [6, 12, 13])), extensions={NUM_PROMPT_TOKENS: told})
+    batch = attrs.evolve(on_device(make_batch([4, 10, 5], [6, 12, 13])), extensions={NUM_PROMPT_TOKENS: told})
     with CopiesToDevice() as copies:
         virtual = apply_wrapper(ChunkedLocal(chunk=4), batch)
     assert 1 == len(copies.num_bytes)
