@@ -68,7 +68,7 @@ def check_publisher(publisher: EventPublisher, read: Read = lambda publisher: No
 def check_batches(publisher: EventPublisher, name: str, read: Read) -> None:
     """Open a publisher, publish the ``BATCHES`` of a name, and close it."""
     failures: list[ConformanceError] = []
-    before = {*threading.enumerate()}
+    threads_before = {*threading.enumerate()}
 
     def run() -> None:
         try:
@@ -82,59 +82,63 @@ def check_batches(publisher: EventPublisher, name: str, read: Read) -> None:
     require(not thread.is_alive(), publisher, f"time: {name}: it has not ended in {MAX_SECONDS:g} seconds")
     if failures:
         raise failures[0]
-    _wait(lambda: not {*threading.enumerate()} - before, 1.0)
-    left = sorted(thread.name for thread in {*threading.enumerate()} - before)
-    require(not left, publisher, f"close: threads run on after close(): {', '.join(left)}")
+    _wait(lambda: not {*threading.enumerate()} - threads_before, 1.0)
+    names = sorted(thread.name for thread in {*threading.enumerate()} - threads_before)
+    require(not names, publisher, f"close: threads run on after close(): {', '.join(names)}")
 
 
 def _publish(publisher: EventPublisher, batches: Sequence[Events], read: Read) -> None:
-    def asked(label: str, method: Callable[..., Any], *arguments: Any) -> Any:
+    def answer(label: str, method: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return method(*arguments)
         except BaseException as error:
             raise ConformanceError(f"{publisher!r}: {label} failed: {safe_text(error)}") from error
 
-    opened = asked("open: open()", publisher.open)
+    opened = answer("open: open()", publisher.open)
     is_right = isinstance(opened, OpenEventPublisher)
     require(is_right, publisher, f"open: open() has to return an OpenEventPublisher, not {opened!r}")
     try:
         for events in batches:
-            passed = copy.deepcopy([*events])
-            asked("publish: publish()", opened.publish, passed)
-            require(passed == [*events], publisher, f"publish: publish() changes its argument {[*events]}")
+            argument = copy.deepcopy([*events])
+            answer("publish: publish()", opened.publish, argument)
+            require(argument == [*events], publisher, f"publish: publish() changes its argument {[*events]}")
         _check_order(publisher, [event for event in chain.from_iterable(batches) if event["type"] in _TYPES], read)
     finally:
-        asked("close: close()", opened.close)
+        answer("close: close()", opened.close)
 
 
-def _check_order(publisher: EventPublisher, given: Events, read: Read) -> None:
-    sent: Events = ()
+def _check_order(publisher: EventPublisher, published: Events, read: Read) -> None:
+    sent_events: Events = ()
 
     def is_all_sent() -> bool:
-        nonlocal sent
+        nonlocal sent_events
         events = read(publisher)
-        known = given if events is None else [event for event in events if event.get("type") in _TYPES]
-        sent = known[-len(given) :]
-        return len(sent) == len(given) and all(map(_is_told, given, sent))
+        known_events = published if events is None else [event for event in events if event.get("type") in _TYPES]
+        sent_events = known_events[-len(published) :]
+        return len(sent_events) == len(published) and all(map(_is_told, published, sent_events))
 
     if not _wait(is_all_sent, _READ_SECONDS):
-        equal = [*map(_is_told, given, sent), False]
+        equal = [*map(_is_told, published, sent_events), False]
         index = equal.index(False)
-        found = sent[index] if index < len(sent) else "nothing"
-        require(False, publisher, f"order: event {index} of {len(given)} is {given[index]}, and it sent {found}")
+        sent_event = sent_events[index] if index < len(sent_events) else "nothing"
+        raise ConformanceError(
+            f"{publisher}: order: event {index} of {len(published)} is {published[index]}, and it sent {sent_event}"
+        )
 
 
-def _is_told(given: Mapping[str, Any], sent: Mapping[str, Any]) -> bool:
+def _is_told(published: Mapping[str, Any], sent_event: Mapping[str, Any]) -> bool:
     """Return whether a sent event is a given one; it may lack fields."""
-    required = {"type", "layout" if given["type"] == "cleared" else "keys"}
-    return required <= sent.keys() and all(_plain(given[name]) == _plain(sent[name]) for name in sent if name in given)
+    required = {"type", "layout" if published["type"] == "cleared" else "keys"}
+    return required <= sent_event.keys() and all(
+        _plain(published[name]) == _plain(sent_event[name]) for name in sent_event if name in published
+    )
 
 
 def _plain(value: Any) -> Any:
     """Return a value with a list for each sequence, as serialisers return them."""
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def _wait(holds: Callable[[], bool], seconds: float) -> bool:
