@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import random
-import shutil
-import socket
 import statistics
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import click
-import ray
 from kvframe_ray.deploying import Arguments, make_app
+from kvframe_ray.messages import Asked
 from kvframe_ray.router import PrefixRouter
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from benchmarks.harness.record import benchmark
+from benchmarks.harness import options
+from benchmarks.harness.record import benchmark, by_turns, counted, in_columns, progress
 from benchmarks.serving.ray_page import AT_ONCE, REPLY_TOKENS, TRACES, write_report
 from benchmarks.serving.running import save_model
+from tests.support.ray_cluster import ray_cluster
 
 CONFIG = {"max_position_embeddings": 2048, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
 """Large enough that prompts take longer to compute than Ray takes to send them."""
@@ -57,9 +56,18 @@ class TurnsRouter(RequestRouter):  # type: ignore[misc]
         return [[replica] for replica in (*replicas[start:], *replicas[:start])]
 
 
+class KnownRouter(PrefixRouter):
+    """Chooses by the prefixes that replicas have cached, and expects nothing of prompts that they have to compute."""
+
+    def hits(self, asked: Asked) -> Mapping[str, int]:
+        """Return how many tokens of a prompt each replica would find, by its events."""
+        return self.directory.known_hits(asked.request)
+
+
 ROUTERS: Mapping[str, Callable[[], RequestRouterConfig]] = {
     "power of two choices": RequestRouterConfig,
     "exact prefixes": lambda: RequestRouterConfig(request_router_class=PrefixRouter),
+    "exact prefixes, none expected": lambda: RequestRouterConfig(request_router_class=KnownRouter),
     "round robin": lambda: RequestRouterConfig(request_router_class=TurnsRouter),
 }
 
@@ -67,9 +75,9 @@ Talk = list[list[int]]
 """The token ids that each turn of a conversation adds."""
 
 
-def draw_talks(trace: str, num_talks: int) -> list[Talk]:
-    """Return the conversations of a trace; equal calls give equal ones."""
-    generator = random.Random(trace)
+def draw_talks(trace: str, num_talks: int, number: int) -> list[Talk]:
+    """Return the conversations of a trace in the round of a number; equal calls give equal ones."""
+    generator = random.Random(f"{trace} {number}")
 
     def tokens(number: int) -> list[int]:
         return [generator.randrange(256) for _ in range(number)]
@@ -107,7 +115,7 @@ def ask(url: str, prompt: Sequence[int]) -> tuple[float, int, list[int]]:
     return first, cached, [0] * REPLY_TOKENS
 
 
-def run_trace(url: str, trace: str, num_talks: int) -> dict[str, Any]:
+def run_talks(url: str, talks: Sequence[Talk]) -> dict[str, Any]:
     """Let users talk, several at once; return the figures."""
     firsts: list[float] = []
     counts = {"prompt_tokens": 0, "hit_tokens": 0}
@@ -124,7 +132,6 @@ def run_trace(url: str, trace: str, num_talks: int) -> dict[str, Any]:
                 counts["hit_tokens"] += cached
             text += reply
 
-    talks = draw_talks(trace, num_talks)
     start = time.perf_counter()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(talk, talks))
@@ -137,42 +144,26 @@ def run_trace(url: str, trace: str, num_talks: int) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def cluster() -> Iterator[str]:
-    """Start Ray on this machine, and return the address of its HTTP proxy."""
-    folder = tempfile.mkdtemp(prefix="ray")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    ray.init(
-        num_cpus=1,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        log_to_driver=False,
-        logging_level="ERROR",
-        _temp_dir=folder,
-    )
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        yield f"http://127.0.0.1:{port}"
-        serve.shutdown()
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+def deploy(arguments: Arguments, router: str, url: str) -> str:
+    """Deploy an application with a router; return its address."""
+    path = f"/{router.replace(' ', '-').replace(',', '')}"
+    serve.run(make_app(arguments, ROUTERS[router]()), name=path[1:], route_prefix=path)
+    ask(url + path, [0] * 20)
+    return url + path
 
 
 @benchmark("ray_serve", write_report)
+@options.repeats(5, flag="--rounds")
+@options.choose("--router", "routers", ROUTERS)
+@options.choose("--trace", "traces", TRACES)
 @click.option("--replicas", type=click.IntRange(2), default=4, show_default=True, help="The number of engines.")
 @click.option("--talks", type=click.IntRange(1), default=24, show_default=True, help="The number of conversations.")
 @click.option("--memory", default="64MiB", show_default=True, help="The cache of each engine.")
-def main(replicas: int, talks: int, memory: str) -> dict[str, Any]:
-    """Serve by each router; write one JSON file and one page."""
-    os.environ |= {
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_register_timeout_seconds": "300",
-    }
-    rows = []
+def main(
+    rounds: int, routers: Sequence[str], traces: Sequence[str], replicas: int, talks: int, memory: str
+) -> dict[str, Any]:
+    """Serve by all routers, which take turns; write one JSON file and one page."""
+    found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         stack = Path(folder, "stack.toml")
         stack.write_text(STACK.format(memory=memory), encoding="utf-8")
@@ -183,17 +174,19 @@ def main(replicas: int, talks: int, memory: str) -> dict[str, Any]:
             cpus=0,
             drain_seconds=1,
         )
-        with cluster() as url:
-            for router, make_config in ROUTERS.items():
-                for trace in TRACES:
-                    # Caches begin empty in each trace, because the tokens of traces differ.
-                    if trace == TRACES[0]:
-                        serve.run(make_app(arguments, make_config()), name="tiny")
-                        ask(url, [0] * 20)
-                        time.sleep(2)  # frontends begin to follow the engines
-                    rows.append({"router": router, "trace": trace, **run_trace(url, trace, talks)})
-                serve.delete("tiny")
-    return {"replicas": replicas, "memory": memory, "rows": rows}
+        with ray_cluster() as url, progress("routers", len(traces) * rounds) as advance:
+            urls = {router: deploy(arguments, router, url) for router in routers}
+            time.sleep(2)  # frontends begin to follow the engines
+            for trace in traces:
+                # Nothing is found of an earlier round or trace, because tokens differ.
+                run = functools.partial(_run_round, urls, trace, talks)
+                turns = counted(by_turns([*urls], rounds, run, advance))
+                found[trace] = {router: in_columns(figures) for router, figures in turns.items()}
+    return {"replicas": replicas, "memory": memory, "repeats": rounds, "traces": found}
+
+
+def _run_round(urls: Mapping[str, str], trace: str, num_talks: int, router: str, number: int) -> dict[str, Any]:
+    return run_talks(urls[router], draw_talks(trace, num_talks, number))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import random
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -31,13 +32,20 @@ LONGEST = 8_192
 PROMPT_TOKENS_A_SECOND, REPLY_TOKENS_A_SECOND = 10_000, 40
 POOL_TOKENS = 40_000
 """Tokens that the cache of one engine holds."""
-USERS_A_REPLICA = 12
 
 SHARED = Lengths(prompt=200, prompt_spread=0.8, reply=100, reply_spread=0.6, shared=2_000, num_shared=64)
 ALONE = Lengths(prompt=1_000, prompt_spread=0.8, reply=100, reply_spread=0.6)
-CHOSEN_TRACES = {"multi-turn": TRACES["multi-turn"], "shared prefixes": SHARED, "nothing shared": ALONE}
+CHOSEN_TRACES = {
+    "multi-turn": (TRACES["multi-turn"], 12),
+    "shared prefixes": (SHARED, 12),
+    "shared prefixes, engines busy": (attrs.evolve(SHARED, num_shared=1_600), 40),
+    "nothing shared": (ALONE, 12),
+}
+"""The lengths of conversations, and the users for each engine."""
 
-PREFIX, TWO, TURNS = "exact prefixes", "power of two choices", "round robin"
+PREFIX, KNOWN = "exact prefixes", "exact prefixes, none expected"
+TWO, TURNS = "power of two choices", "round robin"
+POLICIES = (PREFIX, KNOWN, TWO, TURNS)
 
 
 class Engine:
@@ -70,7 +78,6 @@ class Request:
         turn: The index of the turn.
         asked_at: When it came, in seconds.
         engine: The engine that it was sent to.
-        expected: The tokens that the router expects to be found; None if the router does not know.
     """
 
     id: str
@@ -79,7 +86,6 @@ class Request:
     turn: int
     asked_at: float
     engine: Engine
-    expected: int | None = None
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -87,7 +93,7 @@ class Request:
         return self.conversation.token_ids[: self.conversation.turns[self.turn].prompt_end]
 
 
-Choose = Callable[[str, Sequence[int]], tuple[str, int | None]]
+Choose = Callable[[str, EngineRequest], str]
 
 
 class Simulation:
@@ -101,31 +107,33 @@ class Simulation:
         self._random = random.Random(0)
         random.seed(0)  # order_replicas breaks ties by the module's generator
         self._turns = count()
-        self._choose: Choose = {PREFIX: self._by_prefix, TWO: self._by_two, TURNS: self._by_turns}[policy]
+        find = {PREFIX: self._directory.hits, KNOWN: self._directory.known_hits}.get(policy)
+        self._choose: Choose = self._by_two if policy == TWO else self._by_turns
+        if find is not None:
+            self._choose = partial(self._by_prefix, find)
         self._conversations = iter(conversations)
         self._num_users = num_users
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._ids = count()
         self.now = 0.0
-        self.prompt_tokens = self.hit_tokens = self.num_wrong = 0
+        self.prompt_tokens = self.hit_tokens = 0
         self.first_token_seconds: list[float] = []
 
     # --- the router ---------------------------------------------------------------------------------------------------
 
-    def _by_prefix(self, request_id: str, prompt: Sequence[int]) -> tuple[str, int | None]:
-        hits = self._directory.hits(EngineRequest(prompt=prompt, options={}))
-        loads = self._directory.loads(self._ongoing)
-        name = order_replicas(len(prompt), hits, loads)[0]
-        self._directory.send(request_id, name, len(prompt) - hits.get(name, 0))
-        return name, hits.get(name, 0)
+    def _by_prefix(self, find: Callable[[EngineRequest], dict[str, int]], name: str, request: EngineRequest) -> str:
+        hits, num_tokens = find(request), len(request.prompt)
+        engine = order_replicas(num_tokens, hits, self._directory.loads(self._ongoing))[0]
+        self._directory.send(name, request, engine, num_tokens - hits.get(engine, 0))
+        return engine
 
-    def _by_two(self, request_id: str, prompt: Sequence[int]) -> tuple[str, int | None]:
-        names = self._random.sample([*self._engines], min(2, len(self._engines)))
-        return min(names, key=self._ongoing.__getitem__), None
+    def _by_two(self, name: str, request: EngineRequest) -> str:
+        engines = self._random.sample([*self._engines], min(2, len(self._engines)))
+        return min(engines, key=self._ongoing.__getitem__)
 
-    def _by_turns(self, request_id: str, prompt: Sequence[int]) -> tuple[str, int | None]:
-        return f"engine{next(self._turns) % len(self._engines)}", None
+    def _by_turns(self, name: str, request: EngineRequest) -> str:
+        return f"engine{next(self._turns) % len(self._engines)}"
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -148,10 +156,9 @@ class Simulation:
     def _ask(self, user: int, conversation: Conversation, turn: int) -> None:
         request_id = f"request{next(self._ids)}"
         prompt = conversation.token_ids[: conversation.turns[turn].prompt_end]
-        name, expected = self._choose(request_id, prompt)
-        engine = self._engines[name]
-        self._ongoing[name] += 1
-        engine.waiting.append(Request(request_id, user, conversation, turn, self.now, engine, expected))
+        engine = self._engines[self._choose(request_id, EngineRequest(prompt=prompt, options={}))]
+        self._ongoing[engine.name] += 1
+        engine.waiting.append(Request(request_id, user, conversation, turn, self.now, engine))
         self._admit(engine)
 
     def _admit(self, engine: Engine) -> None:
@@ -202,8 +209,9 @@ class Simulation:
 
 def simulate(policy: str, trace: str, num_engines: int, per_user: int) -> dict[str, Any]:
     """Run a trace by one policy; return the row of the record."""
-    num_users = num_engines * USERS_A_REPLICA
-    conversations = draw(CHOSEN_TRACES[trace], num_users * per_user, LONGEST)
+    lengths, users_of_an_engine = CHOSEN_TRACES[trace]
+    num_users = num_engines * users_of_an_engine
+    conversations = draw(lengths, num_users * per_user, LONGEST)
     simulation = Simulation(policy, conversations, num_engines, num_users)
     simulation.run()
     seconds = sorted(simulation.first_token_seconds)
@@ -222,16 +230,17 @@ def simulate(policy: str, trace: str, num_engines: int, per_user: int) -> dict[s
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
     note = (
-        f"{record['engines']} engines with a cache of {POOL_TOKENS:,} tokens each, {USERS_A_REPLICA} users for each of "
-        f"them; an engine computes {PROMPT_TOKENS_A_SECOND:,} tokens of prompts per second, and generates "
-        f"{REPLY_TOKENS_A_SECOND} tokens per second for each request."
+        f"{record['engines']} engines with a cache of {POOL_TOKENS:,} tokens each; an engine computes "
+        f"{PROMPT_TOKENS_A_SECOND:,} tokens of prompts per second, and generates {REPLY_TOKENS_A_SECOND} tokens per "
+        "second for each request."
     )
     parts = []
     for trace in dict.fromkeys(row["trace"] for row in record["rows"]):
         rows = [row for row in record["rows"] if row["trace"] == trace]
         parts += [
             f"## {trace}",
-            f"{rows[0]['requests']:,} requests, {rows[0]['prompt_tokens']:,} prompt tokens.",
+            f"{CHOSEN_TRACES[trace][1]} users for each engine, {rows[0]['requests']:,} requests, "
+            f"{rows[0]['prompt_tokens']:,} prompt tokens.",
             table(
                 (
                     "router",
@@ -256,7 +265,8 @@ def write_report(record: Mapping[str, Any]) -> str:
         ]
     return page(
         heading("Routers of many engines", record, ".", note, how="Simulated"),
-        "Hits are prompt tokens that the engine did not compute. Exact prefixes are the router of `kvframe-ray`.",
+        "Hits are prompt tokens that the engine did not compute. Exact prefixes are the router of `kvframe-ray`; if "
+        "none are expected, it knows nothing of prompts that engines have not computed yet.",
         *parts,
     )
 
@@ -267,7 +277,7 @@ def write_report(record: Mapping[str, Any]) -> str:
 @click.option("--per-user", type=click.IntRange(1), default=4, show_default=True, help="Conversations of each user.")
 def main(traces: Sequence[str], engines: int, per_user: int) -> dict[str, Any]:
     """Run the traces by each router; write one JSON file and one page."""
-    jobs = [(policy, trace) for trace in traces for policy in (PREFIX, TWO, TURNS)]
+    jobs = [(policy, trace) for trace in traces for policy in POLICIES]
     rows = []
     with progress("routers", len(jobs)) as advance:
         for policy, trace in jobs:

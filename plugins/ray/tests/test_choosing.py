@@ -21,18 +21,18 @@ SECRET = bytes(range(32))
 ONE = SamplingParams(max_new_tokens=1)
 
 
-def request(token_ids: Sequence[int]) -> EngineRequest:
-    return EngineRequest(prompt=token_ids, params=ONE, options={"cache_salt": "", "owner": ""})
+def request(token_ids: Sequence[int], salt: str = "") -> EngineRequest:
+    return EngineRequest(prompt=token_ids, params=ONE, options={"cache_salt": salt, "owner": ""})
 
 
 def test_the_replica_with_the_fewest_tokens_before_the_answer_is_chosen() -> None:
     loads = {"cold": Load(), "warm": Load()}
     assert ["warm", "cold"] == order_replicas(1000, {"warm": 800}, loads)
-    loads["warm"] = Load(tokens=799)
+    loads["warm"] = Load(tokens=999)
     assert ["warm", "cold"] == order_replicas(1000, {"warm": 800}, loads)
-    loads["warm"] = Load(tokens=801)
+    loads["warm"] = Load(tokens=1001)
     assert ["cold", "warm"] == order_replicas(1000, {"warm": 800}, loads)
-    loads["warm"] = Load(requests=800 // TOKENS_PER_REQUEST + 1)
+    loads["warm"] = Load(requests=1000 // TOKENS_PER_REQUEST + 1)
     assert ["cold", "warm"] == order_replicas(1000, {"warm": 800}, loads)
 
 
@@ -43,15 +43,54 @@ def test_equal_replicas_take_turns_by_chance() -> None:
 
 def test_requests_count_until_they_are_answered() -> None:
     directory = Directory()
-    directory.send("r1", "a", 100)
-    directory.send("r2", "a", 50)
+    directory.send("r1", request([]), "a", 100)
+    directory.send("r2", request([]), "a", 50)
     assert {"a": Load(150, 2), "b": Load(0, 3)} == directory.loads({"a": 1, "b": 3})
     directory.begin("r1")
     assert {"a": Load(50, 2)} == directory.loads({"a": 2})
-    directory.send("r2", "b", 60)  # it was lost, and runs in another replica
+    directory.send("r2", request([]), "b", 60)  # it was lost, and runs in another replica
     directory.end("r2", "a")
     directory.end("r1", "a")
     assert {"a": Load(), "b": Load(60, 1)} == directory.loads({"a": 0, "b": 1})
+
+
+def num_expected(directory: Directory) -> int:
+    return len(directory._expected._counts)
+
+
+def test_the_prefixes_of_a_prompt_are_expected_until_events_have_come() -> None:
+    directory, first, second = Directory(), [*range(70)], [*range(40), *range(100, 140)]
+    directory.apply("a", SECRET, ())
+    directory.send("r1", request(first), "a", 70)
+    assert {"a": 64} == directory.hits(request(first))
+    assert {"a": 32} == directory.hits(request(second))
+    assert {} == directory.hits(request(second, salt="anna")) == directory.known_hits(request(second))
+    directory.apply("a", SECRET, ())
+    directory.begin("r1")
+    directory.end("r1", "a")
+    directory.apply("a", SECRET, ())  # it was on its way when the prompt was computed
+    assert {"a": 32} == directory.hits(request(second))
+    directory.apply("a", SECRET, ())
+    assert {} == directory.hits(request(second))
+    assert 0 == num_expected(directory)
+
+
+def test_a_lost_or_refused_prompt_is_expected_no_longer() -> None:
+    directory, tokens = Directory(), [*range(70)]
+    directory.apply("a", SECRET, ())
+    directory.apply("b", SECRET, ())
+    directory.send("r1", request(tokens), "a", 70)
+    directory.send("r2", request(tokens), "b", 70)
+    directory.send("r1", request(tokens), "b", 70)  # "a" was lost, and "b" computes it
+    assert {"b": 64} == directory.hits(request(tokens))
+    directory.begin("r1")
+    directory.remove("b")
+    assert {} == directory.hits(request(tokens))
+    directory.begin("r2")  # while "b" drains
+    directory.send("r3", request(tokens), "a", 70)
+    directory.end("r3", "a")
+    assert {} == directory.hits(request(tokens))
+    assert 0 == num_expected(directory)
 
 
 class Replica:

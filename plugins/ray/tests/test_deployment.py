@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import urllib.error
@@ -37,19 +38,23 @@ def read_stream(url: str, begun: threading.Semaphore, **body: Any) -> str:
     with urllib.request.urlopen(request, timeout=300) as answer:
         first = answer.readline()
         begun.release()
-        return str((first + answer.read()).decode())
+        try:
+            rest = answer.read()
+        except http.client.IncompleteRead as error:  # the frontend was lost
+            rest = error.partial
+        return str((first + rest).decode())
 
 
 def cached(answer: Any) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def engine_replicas() -> set[str]:
-    """Return the names of the actors that run engines."""
+def replicas_of(deployment: str) -> set[str]:
+    """Return the names of the actors of a deployment."""
     import ray
 
     actors = ray.util.list_named_actors(all_namespaces=True)
-    return {actor["name"] for actor in actors if "#Engine#" in actor["name"]}
+    return {actor["name"] for actor in actors if f"#{deployment}#" in actor["name"]}
 
 
 def deploy(**arguments: Any) -> None:
@@ -105,7 +110,7 @@ def each_conversation_finds_its_prefix(served: str) -> None:
 
 def a_lost_replica_loses_no_request(served: str, checkpoint: Path) -> None:
     text = expected(checkpoint, "count: ", 400)
-    names = engine_replicas()
+    names = replicas_of("Engine")
     assert NUM_REPLICAS == len(names)
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor(16) as pool:
@@ -122,12 +127,36 @@ def a_lost_replica_loses_no_request(served: str, checkpoint: Path) -> None:
     assert all(text.startswith(text_of(body)) for body in ended)
     assert all(text == text_of(body) for body in bodies if body not in ended)
     assert 0 < len(ended) < 8
-    eventually(lambda: NUM_REPLICAS == len(engine_replicas() - {min(names)}), 300, pause=0.1)
+    eventually(lambda: NUM_REPLICAS == len(replicas_of("Engine") - {min(names)}), 300, pause=0.1)
+
+
+def a_lost_frontend_is_replaced(served: str, checkpoint: Path) -> None:
+    text, (name,) = expected(checkpoint, "count: ", 400), replicas_of("Frontend")
+    begun = threading.Semaphore(0)
+    with ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(read_stream, served, begun, prompt="count: ", max_tokens=400) for _ in range(8)]
+        for _ in streams:
+            assert begun.acquire(timeout=300)
+        kill(name)
+        found = [text_of(stream.result()) for stream in streams]
+    assert all(text.startswith(part) for part in found)
+    assert text not in found
+    eventually(lambda: 0 == num_running(), 300, pause=0.1)
+    eventually(lambda: 1 == len(replicas_of("Frontend") - {name}), 300, pause=0.1)
+    assert text == post(served, prompt="count: ", max_tokens=400)["choices"][0]["text"]
+
+
+def num_running() -> int:
+    """Return the requests that one of the engines runs."""
+    from ray import serve
+
+    stats = serve.get_deployment_handle("Engine", "tiny").stats.remote().result()
+    return int(stats.num_running + stats.num_waiting)
 
 
 def an_update_loses_no_request(served: str, checkpoint: Path, stack_file: Path) -> None:
     text = expected(checkpoint, "update: ", 40)
-    before, stop, answers = engine_replicas(), threading.Event(), []
+    before, stop, answers = replicas_of("Engine"), threading.Event(), []
 
     def ask() -> None:
         while not stop.is_set():
@@ -137,7 +166,7 @@ def an_update_loses_no_request(served: str, checkpoint: Path, stack_file: Path) 
         asking = [pool.submit(ask) for _ in range(2)]
         try:
             deploy(model=str(checkpoint), stack=str(stack_file), name="renamed")
-            eventually(lambda: not before & engine_replicas(), 300, pause=0.1)
+            eventually(lambda: not before & replicas_of("Engine"), 300, pause=0.1)
         finally:
             stop.set()
         for each in asking:
@@ -153,6 +182,13 @@ def test_engines_on_ray_serve(url: str, checkpoint: Path, stack_file: Path) -> N
     answers_are_those_of_an_engine(url, checkpoint)
     each_conversation_finds_its_prefix(url)
     a_lost_replica_loses_no_request(url, checkpoint)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(900)
+def test_a_lost_frontend_is_replaced(url: str, checkpoint: Path, stack_file: Path) -> None:
+    deploy(model=str(checkpoint), stack=str(stack_file), replicas="1")
+    a_lost_frontend_is_replaced(url, checkpoint)
 
 
 @pytest.mark.whole
@@ -180,7 +216,7 @@ def test_waiting_tokens_and_full_engines_need_more_engines(loaded_ray: None) -> 
 
 
 def test_page_stores_need_a_key(loaded_ray: None) -> None:
-    from kvframe_ray.replica import with_key
+    from kvframe_ray.deploying import with_key
 
     with pytest.raises(StackError, match="the engines of a deployment need one key; set key in \\[cache\\]"):
         with_key(Stack.from_mapping({"cache": {"disk": {"path": "pages", "size": "1GiB"}}}))

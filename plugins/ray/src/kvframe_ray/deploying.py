@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from kvframe import Stack
+from kvframe.contract import StackError
 from kvframe_ray.frontend import Frontend
 from kvframe_ray.messages import Job
 from kvframe_ray.replica import EngineReplica
@@ -73,7 +75,7 @@ def make_app(args: Arguments, router: RequestRouterConfig) -> Application:
         args: The arguments.
         router: How requests are sent to engines.
     """
-    stack = Stack() if args.stack is None else Stack.from_file(args.stack)
+    stack = with_key(Stack() if args.stack is None else Stack.from_file(args.stack))
     folder = Path(args.model)
     model, name = (str(folder.resolve()), folder.resolve().name) if folder.exists() else (args.model, args.model)
     job = Job(model=model, stack=stack, name=args.name or name, task=args.task)
@@ -109,3 +111,19 @@ def make_app(args: Arguments, router: RequestRouterConfig) -> Application:
     keys = tuple(os.environ.get(_KEYS_VARIABLE, "").split())
     application: Application = frontend.bind(engines.bind(job), job, keys)
     return application
+
+
+def with_key(stack: Stack) -> Stack:
+    """Return the stack with a key for cache events, which is drawn here so that all replicas have it.
+
+    Raises:
+        StackError: The stack has page stores and no key, and their pages would be lost with a key that is drawn.
+    """
+    if stack.cache.key is not None:
+        return stack
+    if stack.page_stores:
+        raise StackError(
+            f"{stack.source}: with page stores, the engines of a deployment need one key; set key in [cache] to 64 "
+            "hexadecimal digits, or to a file of them"
+        )
+    return stack.with_options(cache={"key": secrets.token_hex(32)})

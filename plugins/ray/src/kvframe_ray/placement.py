@@ -10,6 +10,9 @@ import attrs
 
 ReplicaT = TypeVar("ReplicaT")
 
+COST_OF_A_TOKEN = 1.25
+"""What it costs to compute a token: the request's own time, and a part of the time of requests that come after it."""
+
 TOKENS_PER_REQUEST = 32
 """What a running request costs the requests beside it, as tokens of a prompt."""
 
@@ -30,8 +33,9 @@ class Load:
 def order_replicas(num_tokens: int, hits: Mapping[ReplicaT, int], loads: Mapping[ReplicaT, Load]) -> list[ReplicaT]:
     """Return all replicas, the best one first.
 
-    The cost of a replica is in tokens: those of the prompt that it has not cached, those that it computes before, and
-    ``TOKENS_PER_REQUEST`` for each request that it serves. Replicas of one cost are in a random order.
+    The cost of a replica is in tokens: ``COST_OF_A_TOKEN`` for each of the prompt that it has not cached, those that it
+    computes before, and ``TOKENS_PER_REQUEST`` for each request that it serves. Replicas of one cost are in a random
+    order.
 
     Args:
         num_tokens: The prompt's tokens.
@@ -39,7 +43,9 @@ def order_replicas(num_tokens: int, hits: Mapping[ReplicaT, int], loads: Mapping
         loads: What each replica has to do.
     """
     costs = {
-        replica: num_tokens - hits.get(replica, 0) + load.tokens + TOKENS_PER_REQUEST * load.requests
+        replica: COST_OF_A_TOKEN * (num_tokens - hits.get(replica, 0))
+        + load.tokens
+        + TOKENS_PER_REQUEST * load.requests
         for replica, load in loads.items()
     }
     replicas = [*loads]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from kvframe_serve.engine_thread import EngineThread
 from kvframe_serve.limits import read_limits
 from kvframe_serve.runner import EngineEnded
 from ray import serve
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from kvframe import Stack, choose_secret, find_model
-from kvframe.contract import EngineError, RequestError, StackError
+from kvframe import choose_secret, find_model
+from kvframe.contract import EngineError, RequestError
 from kvframe_ray.feeds import Feeds
 from kvframe_ray.messages import Asked, Events, Job, Model, Refusal, ToReplica
 
@@ -30,10 +28,9 @@ class EngineReplica:
     async def __init__(self, job: Job) -> None:  # type: ignore[misc]  # Ray awaits it
         """Load the model and start its engine."""
         self._id = serve.get_replica_context().replica_id.unique_id
-        stack = with_key(job.stack)
-        self._secret = choose_secret(stack, ())
+        self._secret = choose_secret(job.stack, ())
         folder = find_model(Path(job.model), weights=True)
-        self._engine = load_engine(folder, stack, job.task)
+        self._engine = load_engine(folder, job.stack, job.task)
         limits = read_limits()
         self._model = Model(job=job, served=served_model(folder, job.name, self._engine, limits), limits=limits)
         loop = asyncio.get_running_loop()
@@ -117,22 +114,3 @@ class EngineReplica:
         """End the engine; called by Ray after the running requests have ended, or the time for them is over."""
         if (thread := getattr(self, "_thread", None)) is not None:
             thread.close()
-
-
-def with_key(stack: Stack) -> Stack:
-    """Return the stack with a key for cache events that all replicas of the deployment have.
-
-    Raises:
-        StackError: The stack has page stores and no key, and their pages would be lost with a key that is drawn.
-    """
-    if stack.cache.key is not None:
-        return stack
-    if stack.page_stores:
-        raise StackError(
-            f"{stack.source}: with page stores, the engines of a deployment need one key; set key in [cache] to 64 "
-            "hexadecimal digits, or to a file of them"
-        )
-    context = serve.get_replica_context()
-    name = f"kvframe-ray/{context.app_name}/{context.deployment}".encode()
-    _internal_kv_put(name, secrets.token_hex(32).encode(), overwrite=False)
-    return stack.with_options(cache={"key": _internal_kv_get(name).decode()})
