@@ -98,6 +98,19 @@ def check_inputs(inputs: Mapping[str, InputSequence], max_input_lens: Mapping[st
             )
 
 
+def check_block_ids(block_ids: Any, num_ids: int) -> npt.NDArray[np.int32]:
+    """Return block ids, each below ``num_ids``, as an array; refuse what is not a sequence of such numbers."""
+    check_sequence(block_ids)
+    try:
+        array = np.array(block_ids) if len(block_ids) else np.zeros(0, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        array = np.zeros((0, 0))
+    is_right = array.ndim == 1 and array.dtype.kind in "iu"
+    if not is_right or (array < 0).any() or (array >= num_ids).any():
+        raise RequestError(f"block ids must be whole numbers from 0 to {num_ids - 1}", code="bad_blocks")
+    return array.astype(np.int32)
+
+
 def check_copies(copies: Any, is_needed: Sequence[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.int64]]:
     """Return the indices of the copies of a prefix's blocks, an array per group; refuse wrong ones (``bad_copies``).
 

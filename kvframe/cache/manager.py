@@ -14,6 +14,7 @@ from kvframe.cache.allocation import PageCopier
 from kvframe.cache.arguments import (
     SECRET_BYTES,
     TableRows,
+    check_block_ids,
     check_count,
     check_inputs,
     check_name,
@@ -667,8 +668,16 @@ class KVCacheManager:
         return self._events
 
     def may_be_needed(self, block_ids: Sequence[int]) -> list[bool]:
-        """Return whether each cached page may be needed again: not if requests hint that it is not."""
-        may_be_needed: list[bool] = self._pool.may_be_needed(np.array(block_ids, dtype=np.int32)).tolist()
+        """Return whether each cached page may be needed again: not if requests hint that it is not.
+
+        Args:
+            block_ids: The pages.
+
+        Raises:
+            RequestError: ``block_ids`` are no ids of this cache's pages (``bad_blocks``).
+        """
+        ids = check_block_ids(block_ids, self.plan.total_bytes // self.plan.block_id_bytes)
+        may_be_needed: list[bool] = self._pool.may_be_needed(ids).tolist()
         return may_be_needed
 
     @cached_property

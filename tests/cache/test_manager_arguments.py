@@ -141,6 +141,10 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
     of_blocks: list[dict[str, Any]] = [{"secret": bytes(32), **each} for each in wrong_prompts]
     of_blocks += [{"secret": secret, "token_ids": TOKENS} for secret in secrets]
     wrong["prefix_blocks"] = [lambda each=each: manager.prefix_blocks(**each) for each in of_blocks]
+    wrong["may_be_needed"] = [
+        lambda each=each: manager.may_be_needed(each)
+        for each in (*NO_SEQUENCES, ["x"], [1.0], [True], [-1], [10**30], [2**40], [[1], [2, 3]], [[1]])
+    ]
     wrong["on_pages_freed"] = [lambda: setattr(manager, "on_pages_freed", 5)]
     return wrong
 
