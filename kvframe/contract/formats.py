@@ -144,8 +144,8 @@ class PlainFormat(KVFormat):
         slots: Slots,
     ) -> None:
         """Store tokens, rounded to the cache's dtype."""
-        kv_cache["k"].index_put_(slots.places, key.to(kv_cache["k"].dtype))
-        kv_cache["v"].index_put_(slots.places, value.to(kv_cache["v"].dtype))
+        kv_cache["k"].index_put_(slots.indices, key.to(kv_cache["k"].dtype))
+        kv_cache["v"].index_put_(slots.indices, value.to(kv_cache["v"].dtype))
 
     def read(
         self, kv_cache: Mapping[str, torch.Tensor], block_ids: torch.Tensor, out: Mapping[str, torch.Tensor]

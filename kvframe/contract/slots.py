@@ -16,13 +16,13 @@ class Slots:
     Attributes:
         flat: ``[num_tokens], int64, device``: ``block_id * block_size + offset`` of each token, or a negative number.
         block_size: Tokens per block.
-        places: Block ids and offsets, ``[num_tokens], int64, device`` both, as ``index_put_`` takes them. If the host
+        indices: Block ids and offsets, ``[num_tokens], int64, device`` both, as ``index_put_`` takes them. If the host
             does not give them, they are made of ``flat``.
     """
 
     flat: torch.Tensor
     block_size: int
-    places: tuple[torch.Tensor, torch.Tensor] = attrs.field(
+    indices: tuple[torch.Tensor, torch.Tensor] = attrs.field(
         default=attrs.Factory(lambda self: split_slots(self.flat.clamp(min=0), self.block_size), takes_self=True)
     )
 
@@ -34,12 +34,12 @@ class Slots:
     @property
     def blocks(self) -> torch.Tensor:
         """Block ids, ``[num_tokens], int64, device``."""
-        return self.places[0]
+        return self.indices[0]
 
     @property
     def offsets(self) -> torch.Tensor:
         """Offsets within the blocks, ``[num_tokens], int64, device``."""
-        return self.places[1]
+        return self.indices[1]
 
 
 def split_slots(flat: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:

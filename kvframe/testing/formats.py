@@ -107,7 +107,7 @@ class _Pages:
         """Store tokens from a slot on."""
         tokens = torch.arange(first_slot, first_slot + len(key))
         slots = Slots.at((tokens // BLOCK_SIZE) * (self.page_bytes // 16), tokens % BLOCK_SIZE, BLOCK_SIZE)
-        guard = WriteGuard([key, value, slots.flat, *slots.places])
+        guard = WriteGuard([key, value, slots.flat, *slots.indices])
         with _naming(self.kv_format, "write() raises"), torch.inference_mode():
             self.kv_format.write(key, value, dict(self.cache), slots)
         guard.check(f"{self.kv_format}: write() writes to its arguments")

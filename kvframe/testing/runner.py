@@ -247,18 +247,18 @@ class Runner:
                 flat = blocks * table.block_size + tokens % table.block_size
                 slots[group, name] = tokens, self._host.slots(flat.to(self._device), table.block_size)
         live_state = [
-            (tensor, places, tensor[places].clone())
+            (tensor, indices, tensor[indices].clone())
             for case in cases
             for tensor in self.storage.views[case.layer.name].values()
-            for places in (slots[self.group_of(case.layer), name][1].places for name in step if name not in new_names)
+            for indices in (slots[self.group_of(case.layer), name][1].indices for name in step if name not in new_names)
         ]
         if cases[0].spec.kv_format == PLAIN:
             self.storage.pool.view(cases[0].stored_dtype).fill_(poison)
         else:
             # In any format, the parts of a page then hold NaN or large codes, or finite floats and such codes.
             self.storage.pool.fill_(0xFF if math.isnan(poison) else 0x5E)
-        for tensor, places, values in live_state:
-            tensor[places] = values
+        for tensor, indices, values in live_state:
+            tensor[indices] = values
         for case in cases if names else ():
             group, requests = self.group_of(case.layer), contents[case.layer.name].requests
             parts = [(requests[name], *slots[group, name]) for name in names]
@@ -287,12 +287,12 @@ class Runner:
 
     def _beside(self, case: Case, slots: Slots) -> torch.Tensor:
         """Return a copy of the pool, ``[…], uint8, device``, with zeros in the layer's slots."""
-        stored = [(tensor, tensor[slots.places]) for tensor in self.storage.views[case.layer.name].values()]
+        stored = [(tensor, tensor[slots.indices]) for tensor in self.storage.views[case.layer.name].values()]
         for tensor, values in stored:
-            tensor[slots.places] = torch.zeros_like(values)
+            tensor[slots.indices] = torch.zeros_like(values)
         copy = self.storage.pool.clone()
         for tensor, values in stored:
-            tensor[slots.places] = values
+            tensor[slots.indices] = values
         return copy
 
     def poison(self) -> None:

@@ -45,7 +45,7 @@ class Coarse(Halves):
 class NextSlot(Halves):
     def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
         super().write(key, value, kv_cache, slots)
-        blocks, offsets = slots.places
+        blocks, offsets = slots.indices
         beside = offsets + 1 - 3 * (offsets == 2).long()
         super().write(key, value, kv_cache, Slots.at(blocks, beside, slots.block_size))
         super().write(key, value, kv_cache, slots)

@@ -128,7 +128,7 @@ class CpuBackend(AttentionBackend):
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         """Store keys and values in the layers' format, bit for bit as the format itself would."""
         scoring = self._scoring
-        write_kv(key, value, kv_cache, slots.places, self._format, scoring.key_factor, scoring.value_factor)
+        write_kv(key, value, kv_cache, slots.indices, self._format, scoring.key_factor, scoring.value_factor)
 
     def attend(
         self,

@@ -79,7 +79,7 @@ class FlashInferMLABackend(AttentionBackend):
             slots: Where each token is stored, ``[num_tokens]``; one with a negative slot is not stored.
         """
         latent = kv_cache["latent"]
-        latent.index_put_(slots.places, torch.cat([key, value], dim=-1)[:, 0].to(latent.dtype))
+        latent.index_put_(slots.indices, torch.cat([key, value], dim=-1)[:, 0].to(latent.dtype))
 
     def attend(
         self,

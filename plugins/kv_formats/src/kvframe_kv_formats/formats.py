@@ -85,7 +85,7 @@ class CodedFormat(KVFormat):
 
         for side, values in zip(SIDES, (key, value), strict=True):
             for name, part in self.encode(side, values.float()).items():
-                put(kv_cache[name], slots.places, part)
+                put(kv_cache[name], slots.indices, part)
 
     def read(
         self, kv_cache: Mapping[str, torch.Tensor], block_ids: torch.Tensor, out: Mapping[str, torch.Tensor]

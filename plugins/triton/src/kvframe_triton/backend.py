@@ -115,7 +115,7 @@ class TritonBackend(AttentionBackend):
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         """Store keys and values in the layers' format, in one launch."""
         attention = self._attention
-        write_kv(key, value, kv_cache, slots.places, attention.format, attention.k_scale, attention.v_scale)
+        write_kv(key, value, kv_cache, slots.indices, attention.format, attention.k_scale, attention.v_scale)
 
     def attend(
         self,

@@ -104,7 +104,7 @@ class TritonMLABackend(AttentionBackend):
         """
         latent = kv_cache["latent"].unsqueeze(2)
         parts = latent.split_with_sizes([self._forms.latents.latent_size, self._forms.latents.rope_size], dim=-1)
-        write_kv(key, value, {"k": parts[0], "v": parts[1]}, slots.places)
+        write_kv(key, value, {"k": parts[0], "v": parts[1]}, slots.indices)
 
     def attend(
         self,

@@ -32,7 +32,7 @@ class FrozenFormat(KVFormat):
     def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         """Round new tokens, and store them at their slots."""
         for name, tokens in (("k", key), ("v", value)):
-            kv_cache[name].index_put_(slots.places, tokens.to(kv_cache[name].dtype))
+            kv_cache[name].index_put_(slots.indices, tokens.to(kv_cache[name].dtype))
 
     def read(self, kv_cache: KVCache, block_ids: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
         """Copy whole pages, in the dtype of ``out``."""
