@@ -166,7 +166,7 @@ def main() -> int:
     """Make the model, serve, report, and return the exit code."""
     logging.disable_progress_bar()
     if not DEFAULT_PATH.exists():
-        print("Training a small model, once: it takes one or two minutes of processor time", flush=True)
+        print("Training a small model, once: it takes less than three minutes of processor time", flush=True)
     trained = make_model(DEFAULT_PATH)
     print(f"The model is in {_from_here(trained.path)}; its loss is {trained.loss:.2f}", flush=True)
     served = serve(trained.path)
