@@ -35,7 +35,7 @@ class StepBatch:
     Attributes:
         rows: ``[num_reqs]``: each request's row in the block tables.
         num_computed: ``[num_reqs]``: tokens that were computed before.
-        query_lens: ``[num_reqs]``: tokens that this step computes, at least one each.
+        query_lens: ``[num_reqs]``: tokens that this step computes, at least one of a request.
         generating_indices: ``[num_generating]``: the packed tokens that generate, in order; those of a request are its
             last ones.
         extensions: Further inputs of the step, by name; they reach the wrappers and backends of every group.
@@ -62,7 +62,7 @@ class StepBatch:
     @cached_property
     def token_positions(self) -> tuple[IntArray, IntArray]:
         """For each packed token, its request's index in the batch and its position: ``[num_tokens]`` both."""
-        if self.max_query_len == 1:
+        if self.max_query_len == 1 == self.query_lens.min():
             return np.arange(len(self.rows)), self.num_computed.copy()
         requests = np.repeat(np.arange(len(self.rows)), self.query_lens)
         starts = np.cumsum(self.query_lens) - self.query_lens

@@ -25,9 +25,11 @@ from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder, split_batch
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import group_layers
+from kvframe.testing.case import Request
 from kvframe.testing.metadata import on_device
 from kvframe.testing.writes import WriteGuard, tensors_of
 from tests.attention.attending import MIXED, Bench, close, eight_layers, full, layer, local
+from tests.attention.batches import BLOCK_SIZE, metadata_of
 from tests.support.layers import share_caches
 from tests.support.plugins import plugin
 
@@ -112,6 +114,11 @@ def test_memory_for_an_output_that_no_kernel_can_write_to_is_refused() -> None:
 def test_a_token_with_a_negative_slot_is_given_the_null_page_and_no_page_from_the_end() -> None:
     slots = split_mapping(torch.tensor([9, -1, -7]), 4)
     assert ([2, 0, 0], [1, 0, 0]) == (slots.blocks.tolist(), slots.offsets.tolist())
+
+
+def test_a_request_without_new_tokens_has_no_slot_in_a_step_of_decodes() -> None:
+    metadata = metadata_of([Request(3, 1), Request(5, 0, 0), Request(1, 1)])
+    assert [1 * BLOCK_SIZE + 3, 17 * BLOCK_SIZE + 1] == metadata.slot_mapping.tolist()
 
 
 def test_upper_bounds_of_lengths_reach_no_builder_that_needs_exact_ones() -> None:
