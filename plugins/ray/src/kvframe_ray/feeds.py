@@ -16,8 +16,8 @@ from kvframe import CacheEvent
 MOST_EVENTS = 10_000
 """Events that are kept for a follower; one that lags further, or has ended, begins again."""
 
-_GATHER_SECONDS = 0.02
-"""How long events are gathered: a call for each step would cost small models as much as the step."""
+_GATHER_SECONDS = 0.2
+"""How long events are gathered. A call costs Ray some milliseconds; meanwhile routers expect what they have sent."""
 
 _WAIT_SECONDS = 1.0
 """How long a follower waits for events; a replica that is to end waits for its followers so long."""
