@@ -78,8 +78,8 @@ class Name:
     @property
     def source(self) -> str:
         """The file that defines it, from this folder."""
-        found = Path(inspect.getsourcefile(__import__(self.module, fromlist=["_"])) or "").resolve()
-        return f"../{found.relative_to(FOLDER.resolve().parent).as_posix()}"
+        path = Path(inspect.getsourcefile(__import__(self.module, fromlist=["_"])) or "").resolve()
+        return f"../{path.relative_to(FOLDER.resolve().parent).as_posix()}"
 
     @property
     def summary(self) -> str:
@@ -113,9 +113,9 @@ def find_names() -> dict[str, list[Name]]:
         exported = [each for each in _exported(package) if package is contract or each[1] not in dir(contract)]
         for heading, starts in of_package.items():
             for start in starts:
-                found = [each for each in exported if f"{each[0]}.".startswith(f"{start}.")]
-                exported = [each for each in exported if each not in found]
-                headings[heading] += [_defined(package.__name__, module, name) for module, name in found]
+                listed = [each for each in exported if f"{each[0]}.".startswith(f"{start}.")]
+                exported = [each for each in exported if each not in listed]
+                headings[heading] += [_defined(package.__name__, module, name) for module, name in listed]
         assert not exported, f"no heading has {exported}"
     headings["Hooks"].insert(0, Name(HookSpecs.__name__, HookSpecs.__module__, HookSpecs.__module__))
     return headings

@@ -41,12 +41,12 @@ def replay_with_tiers(sent: Sequence[Sent], tier: str, hints: Callable[[Sent], H
     stores = [ShelfStore(shelf="hints")]
     pages = None if tier == HOST else StoredPages(storage, stores, bytes(32), lambda: ["trace"])
     tiers = Tiers(manager, host, pages, bytes(32))
-    found = 0
+    num_hit_tokens = 0
     for each in sent:
         tokens, clock[0] = each.request.token_ids, each.seconds
         prompt = tokens[: each.request.prompt_end]
         request: Any = SimpleNamespace(
-            uses_prefix=True, forks_from=None, is_swapped=False, fetch=None, keeps_part=False, ranges=(),
+            uses_prefix=True, forks_from=None, is_swapped=False, fetch=None, keeps_part=False,
             cache_tokens=prompt, token_ids=prompt, cache_salt="", input_sequences={}, num_prompt_tokens=len(prompt),
         )  # fmt: skip
         tiers.begin(request)
@@ -54,7 +54,7 @@ def replay_with_tiers(sent: Sequence[Sent], tier: str, hints: Callable[[Sent], H
             tiers.wait()
         if request.fetch is not None:
             tiers.restore(request)
-        found += manager.start("request", prompt)
+        num_hit_tokens += manager.start("request", prompt)
         tiers.drop(request)
         if not manager.extend("request", len(tokens)):
             raise RuntimeError("the pool is too small for a single request")
@@ -66,7 +66,7 @@ def replay_with_tiers(sent: Sequence[Sent], tier: str, hints: Callable[[Sent], H
     written, brought = counts["host_blocks_stored"], counts["restored_blocks"][tier]
     if tier != HOST:
         written = counts["stores"][tier].bytes_written // plan.groups[0].page_bytes
-    return {"found": found, "blocks_written": written, "blocks_brought": brought}
+    return {"found": num_hit_tokens, "blocks_written": written, "blocks_brought": brought}
 
 
 def run_tiers(name: str, size: int) -> dict[str, Any]:

@@ -140,10 +140,10 @@ def _kernels(engine: Mapping[str, Any]) -> Iterator[str]:
     """Yield a table of the longest kernels of the fastest step that was measured, if a record names them."""
     steps = [found for found in engine.get("graphs", {}).values() if found.get("kernels")]
     if steps:
-        found = min(steps, key=lambda step: step["seconds"])
+        fastest_step = min(steps, key=lambda step: step["seconds"])
         rows = [
-            (f"`{name}`", _micro(seconds), f"{100 * seconds / found['busy_seconds']:.1f} %")
-            for name, seconds in found["kernels"].items()
+            (f"`{name}`", _micro(seconds), f"{100 * seconds / fastest_step['busy_seconds']:.1f} %")
+            for name, seconds in fastest_step["kernels"].items()
         ]
         yield "The kernels that take the most time in the fastest of these steps:"
         yield table(("kernel", "µs in a step", "of the device's time"), rows)

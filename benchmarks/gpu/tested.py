@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the functions first of which no case ever passed, then those with a case that failed or did not begin."""
+    """Sort functions: first those that never passed, then those with a case that failed or did not begin."""
     record = read_record(config.getoption("--gpu-record"))
 
     def rank(item: pytest.Item) -> int:

@@ -75,9 +75,9 @@ class EvictionPolicy(Growing, ABC):
         * of two pages with equal uses and hints, the one released later never gets the smaller priority while ``reuse``
           is the same.
 
-        Hints are worse if the request priority is larger, or the page is needed for a shorter time. A page of which no
-        request says for how long lies between one that is needed for some time and one that is not needed. If the time
-        ends for which a cached page is needed, the policy is asked for it once more.
+        Hints are worse if the request priority is larger, or the page is needed for a shorter time. If no request says
+        for how long a page is needed, it ranks between one that is needed for some time and one that is not. If the
+        time ends for which a cached page is needed, the policy is asked for it once more.
 
         Args:
             pages: The pages. The policy may keep and change its arrays.

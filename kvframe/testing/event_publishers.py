@@ -17,7 +17,7 @@ from kvframe.testing.laws import ConformanceError, answer_of, require
 
 Events = Sequence[Mapping[str, Any]]
 Read = Callable[[EventPublisher], Events | None]
-"""Returns the last events that an open publisher has sent so far, in order; None if nobody can say."""
+"""Returns the last events that an open publisher has sent so far, in order; None if that is not known."""
 
 MAX_SECONDS = 30.0
 """The longest that a publisher may take for all events of a check."""
@@ -52,11 +52,11 @@ _TYPES = ("cleared", "stored", "removed")
 
 
 def check_publisher(publisher: EventPublisher, read: Read = lambda publisher: None) -> None:
-    """Check a publisher, called as an engine calls it: in a thread of its own, opened several times, and nobody reads.
+    """Check a publisher, called as an engine calls it: in a thread of its own, several times, without readers.
 
     * *open*: ``open`` returns an ``OpenEventPublisher``, also again after ``close``;
     * *publish*: it takes events of each type, also types and fields of later versions, and does not change them;
-    * *time*: it takes two thousand calls in half a minute, whoever listens;
+    * *time*: it takes two thousand calls in half a minute, with and without readers;
     * *close*: it raises nothing, and no thread of the publisher runs after it;
     * *order*: what it sent is what it was given, in order, if ``read`` says what it sent. Fields may be missing, and
       events of later types.

@@ -231,5 +231,5 @@ class EventPublisherTests(KitTests):
     options: ClassVar[Mapping[str, Any]] = {}
 
     def read(self, publisher: Any) -> Sequence[Mapping[str, Any]] | None:
-        """Return the last events that an open publisher has sent so far, in order; None if nobody can say."""
+        """Return the last events that an open publisher has sent so far, in order; None if that is not known."""
         return None

@@ -54,7 +54,7 @@ class Forked:
         os.kill(self.pid, number)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait until it ends; return its output, of which nothing is kept, and what it said."""
+        """Wait until it ends; return an empty output, because output is not recorded, and what it said."""
         said = self.stderr.read()
         self.stderr.close()
         self._process.join(timeout)

@@ -227,7 +227,7 @@ def read_metrics(text: str, seconds: float) -> Snapshot:
     counted: dict[str, Any]
     try:
         counted = {name: int(values[f"kvframe_{name}_total"]) for name in COUNTERS}
-        held = values_of_groups["kvframe_blocks_held"]
+        blocks_held = values_of_groups["kvframe_blocks_held"]
         return Snapshot(
             seconds=seconds,
             num_running=int(values["kvframe_requests_running"]),
@@ -238,14 +238,14 @@ def read_metrics(text: str, seconds: float) -> Snapshot:
             groups=tuple(
                 GroupUse(
                     kind=key[1],
-                    blocks_held=int(held[key]),
+                    blocks_held=int(blocks_held[key]),
                     bytes_held=int(values_of_groups["kvframe_pool_bytes_held"][key]),
                     **{
                         name: int(values_of_groups[f"kvframe_lookup_{name}_total"][key])
                         for name in ("asked_tokens", "found_tokens", "times_limiting")
                     },
                 )
-                for key in sorted(held, key=lambda key: int(key[0]))
+                for key in sorted(blocks_held, key=lambda key: int(key[0]))
             ),
             tiers=tuple(TierUse(name=name, **numbers) for name, numbers in values_of_tiers.items()),
             **counted,
