@@ -7,8 +7,7 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
-
-from kvframe.testing.sample import cover
+from kvframe_testing.sample import cover
 
 
 def cover_pairs(*columns: Iterable[Any]) -> list[Any]:

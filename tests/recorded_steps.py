@@ -6,7 +6,7 @@ prints the shares of kvframe's own engine in tests, and
 
     .cache/peers/kvframe-in-vllm/bin/python -m tests.recorded_steps
 
-those of vLLM with requests of drawn lengths that come one after the other. ``kvframe.testing.batches`` has batches of
+those of vLLM with requests of drawn lengths that come one after the other. ``kvframe_testing.batches`` has batches of
 every class.
 """
 

@@ -146,12 +146,12 @@ def prepare_backend(name: str, shape: Shape, inputs: Inputs, pool: torch.Tensor)
         Refused: The backend does not serve the layer.
     """
     import attrs
+    from kvframe_testing.case import Request
+    from kvframe_testing.metadata import make_metadata
 
     from benchmarks.harness.layers import make_backend, page_views
     from kvframe.contract.slots import Slots
     from kvframe.loading.plugins import load_plugins
-    from kvframe.testing.case import Request
-    from kvframe.testing.metadata import make_metadata
 
     if reason := why_refused(name, [shape])[0]:
         raise Refused(reason)

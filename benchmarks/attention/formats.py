@@ -14,6 +14,7 @@ import attrs
 import click
 import numpy as np
 import torch
+from kvframe_testing.grid import installed_formats
 from transformers import AutoTokenizer
 
 from benchmarks.engine.workloads import SEED
@@ -34,7 +35,6 @@ from kvframe.planning.layer_file import read_layer_file
 from kvframe.planning.layer_specs import make_layer_specs
 from kvframe.planning.sizing import plan_for_stack
 from kvframe.selection.select import select_backends
-from kvframe.testing.grid import installed_formats
 
 TEXT_TOKENS = 384
 LEARNED, OTHER = ("shlex", "textwrap"), ("cmd", "getopt")

@@ -17,12 +17,12 @@ from typing import Any
 
 import attrs
 import torch
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import installed_formats
+from kvframe_testing.laws import ConformanceError
 
 from kvframe.contract import AttentionBackend
 from kvframe.loading.plugins import load_plugins
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import installed_formats
-from kvframe.testing.laws import ConformanceError
 from tests.attention import checked_kernels
 from tests.attention.drawn_cases import SMALL, USUAL, WrongHost, draw_case, traits_of, usual_case
 from tests.interpreter import make_faster

@@ -23,13 +23,13 @@ from typing import Any
 import attrs
 import click
 import torch
+from kvframe_testing.grid import make_cases
+from kvframe_testing.runs import make_runs
 
 from benchmarks.gpu.cases import LatentCase, StateCase, cases
 from benchmarks.gpu.steps import make_layer
 from kvframe.contract.specs import LayerSpec
 from kvframe.loading.plugins import load_plugins
-from kvframe.testing.grid import make_cases
-from kvframe.testing.runs import make_runs
 
 ARCHITECTURE = "9.0a"
 """That of the H100 and the H200."""

@@ -10,6 +10,10 @@ import torch
 from kvframe_chunked_local.wrapper import ChunkedLocal
 from kvframe_decode_only.wrapper import DecodeOnly
 from kvframe_mla.spec import MLASpec
+from kvframe_testing.case import Request
+from kvframe_testing.metadata import make_metadata
+from kvframe_testing.reference import dense_attention
+from kvframe_testing.state import GridSpec, form_of
 
 from benchmarks.gpu.cases import Case, LatentCase
 from benchmarks.harness.layers import make_backend, page_views
@@ -24,10 +28,6 @@ from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec, align_up
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.registry import Registry
 from kvframe.selection.chains import bind_chain
-from kvframe.testing.case import Request
-from kvframe.testing.metadata import make_metadata
-from kvframe.testing.reference import dense_attention
-from kvframe.testing.state import GridSpec, form_of
 
 BLOCK_SIZE = 16
 ROTATED_BYTES = 256 << 20

@@ -25,8 +25,6 @@ _COMMANDS: Mapping[str, str] = {
     "plan": "kvframe.cli.plan:plan",
     "explain": "kvframe.cli.explain:explain",
     "plugins": "kvframe.cli.plugins:plugins",
-    "check": "kvframe.cli.check:check",
-    "new-plugin": "kvframe.cli.new_plugin:new_plugin",
     "doctor": "kvframe.cli.doctor:doctor",
     "schema": "kvframe.cli.schema:schema",
 }

@@ -91,7 +91,7 @@ def num_covered(ranges: Iterable[tuple[int, int]]) -> int:
 class KVCacheSpec(Growing, ABC):
     """What one layer keeps of the past, and for how long: the base of every cache spec.
 
-    A spec is a frozen value. Two laws hold for its live ranges, and ``kvframe.testing`` checks them:
+    A spec is a frozen value. Two laws hold for its live ranges, and ``kvframe_testing`` checks them:
 
     * *past*: ``live_ranges(n)`` is sorted, disjoint and within ``[0, n)``;
     * *forgetting*: what is not live at ``n`` is not live at any later position

@@ -34,6 +34,7 @@ kvframe-priority plugin:priority scheduling:priority
 kvframe-scan-resistant plugin:scan_resistant eviction:scan_resistant
 kvframe-serve plugin:serve command:serve
 kvframe-sliding-window plugin:sliding_window spec:sliding_window
+kvframe-testing command:check command:new-plugin
 kvframe-torch plugin:torch backend:torch backend:torch_varlen
 kvframe-transformers plugin:transformers model_adapter:transformers
 kvframe-triton plugin:triton backend:triton backend:triton_mla

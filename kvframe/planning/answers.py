@@ -43,7 +43,7 @@ def _subject(kind: type[KVCacheSpec]) -> str:
 
 
 def _where(spec: KVCacheSpec) -> str:
-    return f"{type(spec).__module__}.{type(spec).__qualname__}, and run kvframe.testing.laws.check_spec on it"
+    return f"{type(spec).__module__}.{type(spec).__qualname__}, and run kvframe_testing.laws.check_spec on it"
 
 
 def ask_live_ranges(spec: KVCacheSpec, n: int) -> Ranges:

@@ -1,6 +1,6 @@
 """Checks the laws of a cache spec at sampled positions, before anything is allocated by its answers.
 
-``kvframe.testing.laws`` checks every position of a short request and reports more. These checks take a few milliseconds
+``kvframe_testing.laws`` checks every position of a short request and reports more. These checks take a few milliseconds
 for each distinct spec, up to the longest request. This module imports neither NumPy nor torch.
 """
 

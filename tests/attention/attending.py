@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 import torch
+from kvframe_testing.reference import dense_attention, visible_tokens
 
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.layers import Layers
@@ -23,7 +24,6 @@ from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
 from kvframe.selection.chains import Skipping, find_skippable_layers
 from kvframe.selection.select import select_backends
-from kvframe.testing.reference import dense_attention, visible_tokens
 from tests.support.layers import share_caches
 
 CPU = torch.device("cpu")

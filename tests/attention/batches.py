@@ -8,12 +8,12 @@ import attrs
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from kvframe_testing.case import Request
 
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.padding import pad_metadata
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
-from kvframe.testing.case import Request
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32

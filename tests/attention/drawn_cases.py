@@ -15,16 +15,16 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
+from kvframe_testing.case import Case, Request
+from kvframe_testing.grid import SCALE, chain_refusals, in_format, make_layer, share_cache, usual_dtypes
+from kvframe_testing.hosts import KVFRAME, LAYOUTS, Host, Memory, OtherHost
+from kvframe_testing.state import KEYS_AND_VALUES, StateForm, form_of
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract import AttentionBackend, Capabilities, KVFormat, LayerSpec, SpecError
 from kvframe.contract.formats import STATE_ALIGNMENT_BYTES, align_up
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.selection.chains import WrapperChain
-from kvframe.testing.case import Case, Request
-from kvframe.testing.grid import SCALE, chain_refusals, in_format, make_layer, share_cache, usual_dtypes
-from kvframe.testing.hosts import KVFRAME, LAYOUTS, Host, Memory, OtherHost
-from kvframe.testing.state import KEYS_AND_VALUES, StateForm, form_of
 
 MOST_ITEMS = 60_000
 """Scores of a case, times its heads: what the reference computes in about a tenth of a second."""

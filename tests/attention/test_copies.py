@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_kv_formats import Int4TokenHead, Int8TokenHead
 from kvframe_sliding_window import SlidingWindowSpec
+from kvframe_testing.metadata import on_device
+from kvframe_testing.writes import WriteGuard, tensors_of
 from kvframe_torch.backend import TorchBackend
 
 from kvframe.attention.copies import CopiedMetadata, CopyingBuilder, CopyScratch
@@ -24,8 +26,6 @@ from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import KVFormat, StateTensor
 from kvframe.contract.specs import AttentionSpec, LayerSpec
-from kvframe.testing.metadata import on_device
-from kvframe.testing.writes import WriteGuard, tensors_of
 from tests.attention.attending import CPU, MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local
 from tests.covering import keep
 from tests.models.rounding import rounding

@@ -9,6 +9,8 @@ import attrs
 import pytest
 import torch
 from kvframe_cpu.backend import CpuBackend
+from kvframe_testing.case import Request
+from kvframe_testing.metadata import make_metadata
 
 from kvframe import load_plugins
 from kvframe.builtin.full_attention import FullAttentionSpec
@@ -17,8 +19,6 @@ from kvframe.contract import LayerSpec, QuerySpec
 from kvframe.contract.backend import KVCache
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.slots import Slots
-from kvframe.testing.case import Request
-from kvframe.testing.metadata import make_metadata
 
 REQUESTS = [Request(40, 1), Request(0, 19), Request(23, 7), Request(100, 1), Request(0, 1)]
 FORMATS = ("fp8_tensor", "fp8_token_head", "int8_token_head", "int4_token_head")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kvframe_cross_attention import CrossAttentionSpec
+from kvframe_testing.reference import dense_attention
 
 from kvframe import Prompt, SamplingParams
 from kvframe.attention.batch_metadata import StepBatch, build_metadata, input_slots
@@ -29,7 +30,6 @@ from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
 from kvframe.selection.select import select_backends
-from kvframe.testing.reference import dense_attention
 from tests.covering import cover_values
 from tests.models.mixed_decoder import MixedDecoder
 from tests.models.serving import held_pages, ids, make_stack

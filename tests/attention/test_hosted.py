@@ -8,6 +8,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_testing.case import Request
+from kvframe_testing.metadata import make_metadata
 
 from kvframe import FullAttentionSpec, Layers, Registry, Stack, load_plugins
 from kvframe.builtin.torch_reference import TorchReferenceBackend
@@ -21,8 +23,6 @@ from kvframe.contract import (
     QuerySpec,
     RelativeBias,
 )
-from kvframe.testing.case import Request
-from kvframe.testing.metadata import make_metadata
 from tests.attention.capturable import CapturableReference
 from tests.support.plugins import plugin
 

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import attrs
 import pytest
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import installed_formats
+from kvframe_testing.laws import ConformanceError
 
 from benchmarks.attention import fuzz
 from kvframe.contract import AttentionBackend
 from kvframe.loading.plugins import load_plugins
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import installed_formats
-from kvframe.testing.laws import ConformanceError
 from tests.attention import checked_kernels
 from tests.attention.drawn_cases import SMALL, WrongHost, draw_case, usual_case
 
@@ -42,10 +42,10 @@ import sys
 from pathlib import Path
 
 from kvframe.loading.plugins import load_plugins
-from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_layer
-from kvframe.testing.hosts import OtherHost
+from kvframe_testing.case import Case, Request
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import make_layer
+from kvframe_testing.hosts import OtherHost
 from tests.attention import checked_kernels
 
 checked_kernels.use_library(Path(sys.argv[1]))

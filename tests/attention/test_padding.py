@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_testing.batches import wrapper_batches
+from kvframe_testing.case import Request
+from kvframe_testing.metadata import find_problem, make_metadata
 
 from kvframe.attention.padding import pad_metadata
 from kvframe.contract.errors import BatchError
 from kvframe.contract.metadata import NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
-from kvframe.testing.batches import wrapper_batches
-from kvframe.testing.case import Request
-from kvframe.testing.metadata import find_problem, make_metadata
 
 SIZES = {"num_reqs": 4, "num_tokens": 8, "num_generating": 3, "max_query_len": 6}
 

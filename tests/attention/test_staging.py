@@ -16,6 +16,8 @@ from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_cross_attention import CrossAttentionSpec
 from kvframe_engine.running.model_runner import ModelRunner
 from kvframe_kv_formats import Fp8TokenHead
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.staging import META, CopyCounter, check_staging
 from kvframe_torch.backend import TorchBackend
 from kvframe_triton.backend import TritonBackend
 
@@ -40,8 +42,6 @@ from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
 from kvframe.selection.chains import Skipping, find_skippable_layers
 from kvframe.selection.select import select_backends
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.staging import META, CopyCounter, check_staging
 from tests.attention.attending import full, layer, local
 from tests.attention.capturable import CapturableReference
 from tests.attention.test_states import states

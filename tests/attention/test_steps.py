@@ -11,6 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_chunked_local import ChunkedLocalSpec
+from kvframe_testing.case import Request
+from kvframe_testing.metadata import on_device
+from kvframe_testing.writes import WriteGuard, tensors_of
 
 from kvframe.attention.batch_metadata import split_mapping
 from kvframe.attention.layers import Layers
@@ -25,9 +28,6 @@ from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder, split_batch
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import group_layers
-from kvframe.testing.case import Request
-from kvframe.testing.metadata import on_device
-from kvframe.testing.writes import WriteGuard, tensors_of
 from tests.attention.attending import MIXED, Bench, close, eight_layers, full, layer, local
 from tests.attention.batches import BLOCK_SIZE, metadata_of
 from tests.support.layers import share_caches

@@ -12,20 +12,20 @@ from kvframe_kernels.triton.launch import Launch
 from kvframe_kernels.triton.mla import LatentAttention
 from kvframe_mla import MLASpec
 from kvframe_mla.testing import Latents
+from kvframe_testing.case import Case, Request
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import make_cases
+from kvframe_testing.hosts import OtherHost
+from kvframe_testing.metadata import make_metadata
+from kvframe_testing.runs import Run, make_runs, sample_runs
+from kvframe_testing.sample import sample
+from kvframe_testing.serving import check_run
+from kvframe_testing.staging import check_staging
 from kvframe_triton import latents_builder
 from kvframe_triton.latents import TritonMLABackend
 from triton import knobs
 
 from kvframe.contract import LayerSpec, QuerySpec
-from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_cases
-from kvframe.testing.hosts import OtherHost
-from kvframe.testing.metadata import make_metadata
-from kvframe.testing.runs import Run, make_runs, sample_runs
-from kvframe.testing.sample import sample
-from kvframe.testing.serving import check_run
-from kvframe.testing.staging import check_staging
 from tests.covering import few
 
 CASES = make_cases(TritonMLABackend.capabilities, "cuda", form=Latents())

@@ -10,11 +10,11 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 import attrs
+from kvframe_testing.requests import Page, PageContents
 
 from kvframe.contract.specs import ENCODER, TOKENS
 from kvframe.planning.plan import KVCachePlan, PlannedGroup
 from kvframe.planning.rollback import RollbackSpec
-from kvframe.testing.requests import Page, PageContents
 from tests.cache.plans import StateSpec
 
 

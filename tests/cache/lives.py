@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from kvframe_testing.requests import Page
 
 from kvframe.cache.audit import pages_in
 from kvframe.cache.events import EventLog
@@ -25,7 +26,6 @@ from kvframe.contract.specs import ENCODER, KVCacheSpec
 from kvframe.planning.plan import KVCachePlan
 from kvframe.planning.rollback import RollbackSpec
 from kvframe.routing import PrefixIndex
-from kvframe.testing.requests import Page
 from tests.cache.definition import CacheModel, HostCopies, Life, is_sparse, live_blocks
 from tests.cache.mirror import SECRET, Mirror, key_of_input, key_of_tokens
 from tests.cache.plans import (

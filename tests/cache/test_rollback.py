@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kvframe_mamba import MambaSpec
+from kvframe_testing.laws import ConformanceError, check_spec
 
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
@@ -18,7 +19,6 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import KVCacheGroup, group_layers
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.planning.rollback import RollbackSpec
-from kvframe.testing.laws import ConformanceError, check_spec
 from tests.cache.plans import StateSpec, full, make_plan, rollback
 from tests.covering import few
 from tests.support.engines import pool_of

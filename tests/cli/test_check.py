@@ -13,12 +13,12 @@ from typing import Any
 import attrs
 import pytest
 from click.testing import CliRunner, Result
+from kvframe_testing.checks import Check, Checks, run_checks
+from kvframe_testing.laws import ConformanceError
 
 from kvframe.cli import main
 from kvframe.loading import plugins
 from kvframe.loading.plugins import PluginRecord, load_plugins
-from kvframe.testing.checks import Check, Checks, run_checks
-from kvframe.testing.laws import ConformanceError
 
 BACKEND = """
     import torch
@@ -281,7 +281,7 @@ def test_a_plugin_is_checked_with_all_that_it_registers() -> None:
 
 def test_kinds_of_one_name_are_checked_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "kvframe.cli.check._check_part", lambda asked, entry, *_: {"verdict": "works", "kind": entry.kind}
+        "kvframe_testing.commands.check._check_part", lambda asked, entry, *_: {"verdict": "works", "kind": entry.kind}
     )
     parts = json.loads(run("chunked_local", "--json").stdout)["parts"]
     assert ["spec", "wrapper"] == [part["kind"] for part in parts]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from kvframe_testing.commands.new_plugin import TEMPLATES, render
 from kvframe_transformers.testing import save_tiny
 
-from kvframe.cli.new_plugin import TEMPLATES, render
 from tests.programs import IMPORTED, run_program
 from tests.support.commands import run
 
@@ -85,8 +85,9 @@ def test_no_word_of_the_templates_is_left(baked: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_template_is_in_the_package(kind: str) -> None:
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["kvframe"]
-    packaged = {path for pattern in patterns for path in (ROOT / "kvframe").glob(pattern)}
+    kit = ROOT / "plugins" / "testing"
+    data = tomllib.loads((kit / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    packaged = {path for pattern in data["kvframe_testing"] for path in (kit / "src" / "kvframe_testing").glob(pattern)}
     for path in (*(TEMPLATES / "common").rglob("*"), *(TEMPLATES / kind).rglob("*")):
         assert path.is_dir() or path in packaged
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from kvframe_engine.dense_check import _DenseLayer
+from kvframe_testing.reference import alibi_bias, dense_attention
+from kvframe_testing.state import GridSpec
 
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import SpecError
@@ -15,8 +17,6 @@ from kvframe.contract.specs import ENCODER, LayerSpec, QuerySpec, RelativeBias
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.layer_file import read_layer_file
 from kvframe.planning.layer_specs import make_layer_specs
-from kvframe.testing.reference import alibi_bias, dense_attention
-from kvframe.testing.state import GridSpec
 
 
 def query(**options: Any) -> QuerySpec:

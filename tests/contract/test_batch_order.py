@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_testing.case import Request
 
 from kvframe.attention.request_order import find_order, is_ordered, permute
 from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder, BatchSplit, split_batch
-from kvframe.testing.case import Request
 from tests.attention.batches import Requests, any_request, assert_equal, device_tensors, metadata_of, padded
 
 FULL = BatchOrder()

@@ -7,14 +7,14 @@ from typing import ClassVar
 import attrs
 import pytest
 import torch
+from kvframe_testing.case import Request
+from kvframe_testing.metadata import make_metadata
 
 from kvframe.attention.wrapping import apply_wrapper
 from kvframe.contract.errors import WrapperError
 from kvframe.contract.hookspecs import API_VERSION
 from kvframe.contract.metadata import NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.wrapper import FIRST_FIELDS, FieldUse, MetadataWrapper, field_uses
-from kvframe.testing.case import Request
-from kvframe.testing.metadata import make_metadata
 
 
 @attrs.frozen(kw_only=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_testing.reference import dense_attention, dense_lse
 
 from kvframe.contract import QuerySpec, merge_attention
-from kvframe.testing.reference import dense_attention, dense_lse
 
 NOTHING = -math.inf
 

@@ -9,11 +9,11 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_testing.laws import ConformanceError, check_spec
 
 from kvframe.contract.specs import AttentionSpec, KVCacheSpec, LayerSpec, TokenRange
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
-from kvframe.testing.laws import ConformanceError, check_spec
 from tests.covering import keep
 
 ASKED: Counter[str] = Counter()

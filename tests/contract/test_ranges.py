@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import attrs
 import torch
+from kvframe_testing.case import Request
+from kvframe_testing.framework import pad_metadata
+from kvframe_testing.metadata import make_metadata
 
 from kvframe.contract import RANGE_ENDS, Axis, CommonAttentionMetadata, Extension, RangeRuns, lookahead_ends
-from kvframe.testing.case import Request
-from kvframe.testing.framework import pad_metadata
-from kvframe.testing.metadata import make_metadata
 
 REQUESTS = [Request(9, 1), Request(3, 6), Request(5, 0, 0), Request(0, 3)]
 ENDS = [0, 0, 6, 6, 8, 8, 0, 3, 3, 3]

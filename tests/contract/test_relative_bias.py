@@ -8,6 +8,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_testing.reference import relative_bias
+from kvframe_testing.state import GridSpec
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from kvframe.config.stack import Stack
@@ -17,8 +19,6 @@ from kvframe.contract.specs import ENCODER, LayerSpec, RelativeBias
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.layer_file import read_layer_file
 from kvframe.planning.layer_specs import make_layer_specs
-from kvframe.testing.reference import relative_bias
-from kvframe.testing.state import GridSpec
 from tests.attention.attending import QUERY, Bench, full
 
 BIAS = RelativeBias(num_buckets=4, max_distance=9)

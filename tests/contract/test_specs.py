@@ -9,6 +9,8 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from kvframe_testing.laws import ConformanceError, check_spec
+from kvframe_testing.state import GridSpec
 
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.contract.errors import PluginError, SpecError, UnknownNameError
@@ -24,8 +26,6 @@ from kvframe.contract.specs import (
 )
 from kvframe.planning.answers import ask_mask
 from kvframe.planning.spec_check import check_spec_at_set_up
-from kvframe.testing.laws import ConformanceError, check_spec
-from kvframe.testing.state import GridSpec
 from tests.cache.plans import RangeSpec, StateSpec, ranged, state
 
 
@@ -461,9 +461,9 @@ def test_the_kit_says_that_refused_tokens_leave_no_state() -> None:
 
 def test_checking_specs_policies_and_page_stores_needs_no_torch_and_the_kit_no_test_framework() -> None:
     code = (
-        "import sys, kvframe.testing.laws, kvframe.testing.eviction, kvframe.testing.scheduling;"
-        "import kvframe.testing.page_stores; print('torch' in sys.modules);"
-        "import kvframe.testing.conformance; print('pytest' in sys.modules or 'hypothesis' in sys.modules)"
+        "import sys, kvframe_testing.laws, kvframe_testing.eviction, kvframe_testing.scheduling;"
+        "import kvframe_testing.page_stores; print('torch' in sys.modules);"
+        "import kvframe_testing.conformance; print('pytest' in sys.modules or 'hypothesis' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ["False", "False"] == done.stdout.split()

@@ -8,6 +8,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_testing.case import Request
+from kvframe_testing.metadata import make_metadata
 
 from kvframe.attention.padding import pad_metadata
 from kvframe.attention.shapes import find_misfit
@@ -19,8 +21,6 @@ from kvframe.contract.metadata import (
     CommonAttentionMetadata,
     Extension,
 )
-from kvframe.testing.case import Request
-from kvframe.testing.metadata import make_metadata
 
 NUM_BLOCK_IDS = 7
 

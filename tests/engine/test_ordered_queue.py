@@ -14,12 +14,12 @@ from kvframe_engine.requests.request import Request, SamplingParams
 from kvframe_engine.scheduling.ordered_queue import OrderedQueue
 from kvframe_engine.scheduling.scheduler import Scheduler
 from kvframe_priority.policy import Priority
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.scheduling import check_scheduling
 
 from kvframe import Hints
 from kvframe.contract import FCFS, PluginError, QueuedRequest, RequestError, SchedulingPolicy
 from kvframe.contract.errors import shown
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.scheduling import check_scheduling
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_scheduler import CountingCache, complete
 

@@ -109,7 +109,7 @@ def test_a_wrong_backend_is_named_with_the_layer_and_the_kit(model: TinyModel, b
     assert f"{backend}' computes layer '{layer}' wrongly: " in error
     assert "its masks do not show" not in error
     assert "wrong_output" == refused.value.code
-    assert error.endswith(f"check it: test '{backend}' by a class of kvframe.testing.suites")
+    assert error.endswith(f"check it: test '{backend}' by a class of kvframe_testing.suites")
     assert refused.value.__suppress_context__
 
 

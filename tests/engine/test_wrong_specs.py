@@ -120,7 +120,7 @@ def test_a_wrong_answer_at_a_sampled_position_is_refused_at_set_up(lie: str, whe
         plan_of(full(), lying(where, lie))
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith(
-        "correct tests.engine.test_wrong_specs.LyingSpec, and run kvframe.testing.laws.check_spec on it"
+        "correct tests.engine.test_wrong_specs.LyingSpec, and run kvframe_testing.laws.check_spec on it"
     )
 
 

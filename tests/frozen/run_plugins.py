@@ -109,14 +109,14 @@ EXTENSIONS: set[tuple[bool, bool]] = set()
 def check_parts(*, newer: bool) -> dict[str, list[str]]:
     """Return the failures of each part, by the kit of this kvframe."""
     from kvframe_engine.testing.proposers import proposer_checks
+    from kvframe_testing.backend_checks import backend_checks
+    from kvframe_testing.checks import run_checks
+    from kvframe_testing.eviction import policy_checks
+    from kvframe_testing.formats import format_checks
+    from kvframe_testing.spec_checks import spec_checks
+    from kvframe_testing.wrappers import wrapper_checks
 
     from kvframe import load_plugins
-    from kvframe.testing.backend_checks import backend_checks
-    from kvframe.testing.checks import run_checks
-    from kvframe.testing.eviction import policy_checks
-    from kvframe.testing.formats import format_checks
-    from kvframe.testing.spec_checks import spec_checks
-    from kvframe.testing.wrappers import wrapper_checks
 
     host = load_plugins()
     registry = host.registry
@@ -145,9 +145,9 @@ def serve_a_model() -> dict[str, Any]:
     from kvframe_engine import adapter_checks
     from kvframe_frozen.adapter import FrozenAdapter
     from kvframe_frozen.model import Model
+    from kvframe_testing.checks import run_checks
 
     from kvframe import Engine, SamplingParams, Stack
-    from kvframe.testing.checks import run_checks
 
     config = {"vocab_size": 64, "size": 32, "num_heads": 2, "num_layers": 2, "max_model_len": 128}
     torch.manual_seed(0)
@@ -185,10 +185,11 @@ def main() -> None:
         warnings.filterwarnings("always", f"{DEPRECATED} is deprecated", DeprecationWarning)
         failures = check_parts(newer=newer)
         model = serve_a_model()
+    from kvframe_testing.case import Request
+    from kvframe_testing.metadata import make_metadata
+
     from kvframe.contract import hookspecs
     from kvframe.loading.plugins import _HOOKS
-    from kvframe.testing.case import Request
-    from kvframe.testing.metadata import make_metadata
 
     found = {
         "api": hookspecs.API_VERSION,

@@ -47,8 +47,8 @@ def test_the_core_plans_and_explains() -> None:
 
 def test_the_kit_checks_a_backend() -> None:
     done = run_without(
-        "import pkgutil, importlib, kvframe.testing as kit\n"
-        "for module in pkgutil.iter_modules(kit.__path__): importlib.import_module('kvframe.testing.' + module.name)\n"
+        "import pkgutil, importlib, kvframe_testing as kit\n"
+        "for module in pkgutil.iter_modules(kit.__path__): importlib.import_module('kvframe_testing.' + module.name)\n"
         "from kvframe.cli import main; main(['check', 'torch_reference', '--only', 'full-block=16-decode'])"
     )
     assert "backend 'torch_reference' of kvframe: 1 of 1 checks passed" in done.stdout, done.stderr

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from kvframe_testing.case import round_trip
 from kvframe_torch.backend import TorchBackend
 
 from kvframe.contract.backend import AttentionBackend, KVCache
 from kvframe.contract.formats import KVFormat
-from kvframe.testing.case import round_trip
 
 
 @contextmanager

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import attrs
 import pytest
+from kvframe_testing.sample import cover
 from kvframe_transformers.model import TransformersModel
 
 from kvframe.contract.errors import BackendError
-from kvframe.testing.sample import cover
 from tests.models.composition import EQUAL, FORMATS, KINDS, WRONG, Cell, Models, cells, read, render
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,12 +8,12 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_testing.laws import check_spec
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from kvframe import Engine, SamplingParams, Setup, Stack, load_plugins
 from kvframe.contract import AttentionSpec, BackendError, MaskFunction, TokenRange, positive_int
 from kvframe.planning.recognise import find_adapter
-from kvframe.testing.laws import check_spec
 from tests.support.plugins import plugin
 
 WINDOW, DILATION = 6, 3

@@ -9,14 +9,14 @@ import attrs
 import pytest
 import torch
 from kvframe_entries import TokenEntriesSpec, UnfinishedGroupSpec
+from kvframe_testing.kept_tokens import check_kept
+from kvframe_testing.laws import ConformanceError
 
 from kvframe import FullAttentionSpec, KVCacheStorage, Layers, Stack, group_layers, load_plugins, plan_cache
 from kvframe.attention.kept_tokens import KeptTokens
 from kvframe.contract import AttentionMask, KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.contract.errors import BackendError, SpecError
 from kvframe.planning.layer_specs import with_entries
-from kvframe.testing.kept_tokens import check_kept
-from kvframe.testing.laws import ConformanceError
 
 QUERY = QuerySpec(num_heads=4, head_size=8, scale=1.0)
 

@@ -63,8 +63,8 @@ ENGINE_FLOW = (
     ("",),
     ("commands",),
 )
-# Outside of the flow: built-in types are a plugin like any other, and the test kit may use everything.
-BESIDE = ("builtin", "testing")
+# Outside of the flow: built-in types are a plugin like any other.
+BESIDE = ("builtin",)
 
 # Modules of the contract that use torch's types, and modules of other packages that load no torch.
 NEED_TORCH = {
@@ -86,18 +86,20 @@ ALSO_TORCH_FREE = (
     "kvframe.builtin.full_attention",
     "kvframe.builtin.plugin",
     "kvframe.cli",
-    "kvframe.cli.check",
+    "kvframe_testing.commands.check",
     "kvframe.cli.plan",
     "kvframe.cli.plugins",
     "kvframe.routing",
 )
 
-# The imports that plugins and their tests may have: the names of ``kvframe`` and ``kvframe.routing``, the contract, the
-# test kit, and what commands share.
-PUBLIC = re.compile(r"kvframe(\.routing)?|kvframe\.(contract|testing)(\.\w+)?|kvframe\.cli\.(options|pages|render)")
+# What plugins and their tests may import of the core: the names of ``kvframe`` and ``kvframe.routing``, the contract,
+# and what commands share.
+PUBLIC = re.compile(r"kvframe(\.routing)?|kvframe\.contract(\.\w+)?|kvframe\.cli\.(options|pages|render)")
 # Plugins that are another plugin in a further environment, and depend on it.
 BUILT_ON = {"kvframe_ray": {"kvframe_serve"}}
-PLUGIN_FILES = sorted((ROOT / "plugins").glob("*/src/**/*.py"))
+# The test kit does to plugins what a host does, so it may use all of the core.
+KIT = ROOT / "plugins" / "testing"
+PLUGIN_FILES = sorted({*(ROOT / "plugins").glob("*/src/**/*.py")} - {*KIT.rglob("*.py")})
 
 
 def is_public(module: str) -> bool:
@@ -253,10 +255,8 @@ def test_the_cache_names_its_files_in_the_order_of_the_flow() -> None:
     assert {} == {name: others for name, others in later.items() if others}
 
 
-def test_the_flow_imports_no_built_in_type_and_no_test_kit() -> None:
-    # The command that runs the kit is the only one that imports it.
-    imported = {module: all_imports(path) for module, path in FLOW_FILES.items() if module != "cli.check"}
-    assert {name for name in all_imports(FLOW_FILES["cli.check"]) if name.startswith("kvframe.builtin")} == set()
+def test_the_flow_imports_no_built_in_type() -> None:
+    imported = {module: all_imports(path) for module, path in FLOW_FILES.items()}
     beside = tuple(f"kvframe.{name}" for name in BESIDE)
     assert {module for module, names in imported.items() if any(name.startswith(beside) for name in names)} == set()
 
@@ -293,7 +293,10 @@ def test_a_plugin_imports_no_other_plugin() -> None:
     for path in PLUGIN_FILES:
         package = path.relative_to(ROOT / "plugins").parts[2]
         imported = {name.split(".")[0] for name in all_imports(path) if name.startswith("kvframe_")}
-        others[path.relative_to(ROOT).as_posix()] = imported - {package, "kvframe_kernels", *BUILT_ON.get(package, ())}
+        allowed = {package, "kvframe_kernels", *BUILT_ON.get(package, ())}
+        if "testing" in path.with_suffix("").parts:
+            allowed.add("kvframe_testing")
+        others[path.relative_to(ROOT).as_posix()] = imported - allowed
     assert {} == {name: imported for name, imported in others.items() if imported}
 
 
@@ -331,6 +334,12 @@ def test_the_contract_imports_nothing_else_of_the_core() -> None:
         for module, names in imported.items()
         if (others := {name for name in names if not name.startswith("contract")})
     }
+
+
+def test_the_test_kit_imports_the_core_alone() -> None:
+    imported = {path.name: {name.split(".")[0] for name in all_imports(path)} for path in KIT.glob("src/**/*.py")}
+    ours = {name: {package for package in names if package.startswith("kvframe")} for name, names in imported.items()}
+    assert {"kvframe", "kvframe_testing"} == set().union(*ours.values())
 
 
 def test_the_public_modules_are_documented() -> None:

@@ -27,6 +27,9 @@ import attrs
 import click
 import pytest
 from kvframe_serve.metrics import EngineMetrics, RequestTimes
+from kvframe_testing import grid
+from kvframe_testing import runs as kit_runs
+from kvframe_testing.sample import sample
 from prometheus_client import CollectorRegistry
 
 import kvframe
@@ -35,9 +38,6 @@ from kvframe.cli import main
 from kvframe.config.stack import Stack
 from kvframe.contract.hookspecs import HookSpecs
 from kvframe.loading.plugins import load_plugins
-from kvframe.testing import grid
-from kvframe.testing import runs as kit_runs
-from kvframe.testing.sample import sample
 from tests.programs import IMPORTED, commands_in_forks
 from tests.project.import_graph import SOURCES, runs_of_an_engine
 from tests.support.commands import run

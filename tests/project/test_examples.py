@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kvframe_testing.laws import check_spec
 
 from kvframe.config.stack import Stack
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers
 from kvframe.planning.layer_file import read_layer_file
 from kvframe.planning.layer_specs import make_layer_specs
-from kvframe.testing.laws import check_spec
 from tests.programs import python_in_forks, run_program
 from tests.support.models import save_byte_model
 

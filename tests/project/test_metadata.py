@@ -13,8 +13,8 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from kvframe_testing.commands.new_plugin import _DESCRIPTIONS, render
 
-from kvframe.cli.new_plugin import _DESCRIPTIONS, render
 from kvframe.loading.plugins import load_plugins
 from tests.project.metadata import FOLDERS, ROOT, completed, project_of, sibling_range, system_of, with_sibling_ranges
 
@@ -126,7 +126,7 @@ def built(folder: Path, target: Path) -> tuple[Message, list[str]]:
         return message_from_string(archive.read(metadata).decode()), files
 
 
-@pytest.mark.parametrize("folder", [ROOT, ROOT / "plugins" / "disk"], ids=["core", "disk"])
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "plugins" / "testing"], ids=["core", "testing"])
 def test_a_wheel_has_the_licence_and_a_readme_whose_links_work(folder: Path, tmp_path: Path) -> None:
     metadata, files = built(folder, tmp_path)
     version = project_of(ROOT)["version"]
@@ -142,7 +142,8 @@ def test_a_wheel_has_the_licence_and_a_readme_whose_links_work(folder: Path, tmp
     if folder == ROOT:
         assert f"]({SOURCE}/blob/main/docs/plugins.md)" in text
         assert f"]({SOURCE}/raw/main/docs/plan.png)" in text
-        assert "kvframe/cli/templates/common/LICENSE.template" in files
+    else:
+        assert "kvframe_testing/commands/templates/common/LICENSE.template" in files
 
 
 def test_a_plugin_that_an_author_starts_with_can_be_published_too() -> None:

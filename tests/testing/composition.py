@@ -13,6 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
+from kvframe_testing import composition
+from kvframe_testing.composition import NOT_CAUSAL, RANGES, SHARING, make_labelled_layer
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import chain_refusals
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.state import StateForm, form_of
 
 from kvframe.attention.group import honours_ranges
 from kvframe.attention.wrapping import MISTAKES
@@ -22,12 +28,6 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
 from kvframe.selection.chains import WrapperChain
-from kvframe.testing import composition
-from kvframe.testing.composition import NOT_CAUSAL, RANGES, SHARING, make_labelled_layer
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import chain_refusals
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.state import StateForm, form_of
 
 EQUAL = "equal"
 WRONG = "WRONG"

@@ -8,13 +8,13 @@ from typing import Any
 
 import attrs
 import torch
+from kvframe_testing.reference import alibi_bias, relative_bias
 
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
 from kvframe.contract.specs import RELATIVE_BIAS, LayerSpec
-from kvframe.testing.reference import alibi_bias, relative_bias
 
 
 @attrs.frozen(eq=False)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 import attrs
 import torch
+from kvframe_testing.reference import dense_attention
 
 from kvframe.contract.specs import QuerySpec
-from kvframe.testing.reference import dense_attention
 
 LOG2_E = math.log2(math.e)
 

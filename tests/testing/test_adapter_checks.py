@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from kvframe_engine.testing import adapter_checks as checked
+from kvframe_testing.checks import run_checks
 from kvframe_transformers.adapter import TransformersAdapter
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Stack
-from kvframe.testing.checks import run_checks
 
 
 def test_each_way_of_serving_is_another_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,13 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_testing.case import Case, Request
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import make_cases, make_layers
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.reference import dense_attention, visible_tokens
+from kvframe_testing.state import GridSpec
+from kvframe_testing.suites import BackendTests
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import AttentionBackend, KVCache
@@ -19,13 +26,6 @@ from kvframe.contract.specs import (
     RelativeBias,
     StateTensor,
 )
-from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_cases, make_layers
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.reference import dense_attention, visible_tokens
-from kvframe.testing.state import GridSpec
-from kvframe.testing.suites import BackendTests
 from tests.testing.mutant_backends import MISTAKES
 
 

@@ -10,6 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_testing import composition
+from kvframe_testing.case import Case
+from kvframe_testing.composition import SHARING, make_cases_of
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import make_cases
+from kvframe_testing.sample import sample
+from kvframe_testing.state import form_of
 
 from kvframe import load_plugins
 from kvframe.builtin.torch_reference import TorchReferenceBackend
@@ -17,13 +24,6 @@ from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.specs import LayerSpec
 from kvframe.loading.registry import Registry
 from kvframe.selection.chains import WrapperChain
-from kvframe.testing import composition
-from kvframe.testing.case import Case
-from kvframe.testing.composition import SHARING, make_cases_of
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_cases
-from kvframe.testing.sample import sample
-from kvframe.testing.state import form_of
 from tests.covering import keep
 from tests.support.plugins import plugin
 from tests.testing import composition as matrix

@@ -8,16 +8,16 @@ from typing import Any, Self
 import attrs
 import pytest
 import torch
+from kvframe_testing.case import Case, Request
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import make_layer
+from kvframe_testing.laws import ConformanceError
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder, split_batch
 from kvframe.contract.specs import LayerSpec
-from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_layer
-from kvframe.testing.laws import ConformanceError
 
 LAYER = make_layer(TorchReferenceBackend.capabilities, block_size=4)
 MIXED = Case(name="mixed", layer=LAYER, requests=(Request(0, 9), Request(13, 1), Request(6, 5), Request(7, 1)))

@@ -8,6 +8,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_testing import composition
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import make_cases, make_layer
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.sample import sample
 from kvframe_torch.backend import TorchBackend
 from kvframe_torch.builder import TorchMetadataBuilder
 
@@ -15,11 +20,6 @@ from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import BackendError
 from kvframe.loading.plugins import load_plugins
-from kvframe.testing import composition
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.sample import sample
 from tests.testing import composition as matrix
 
 CAPABILITIES = TorchBackend.capabilities

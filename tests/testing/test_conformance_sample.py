@@ -7,13 +7,13 @@ from typing import Any
 
 import attrs
 import pytest
+from kvframe_testing.case import Case
+from kvframe_testing.grid import make_cases
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.runs import SERVED, make_runs, make_steps, run_traits, sample_runs
+from kvframe_testing.sample import TOGETHER, sample, traits
 
 from kvframe.contract.capabilities import Capabilities
-from kvframe.testing.case import Case
-from kvframe.testing.grid import make_cases
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.runs import SERVED, make_runs, make_steps, run_traits, sample_runs
-from kvframe.testing.sample import TOGETHER, sample, traits
 
 CASES = make_cases(
     Capabilities(

@@ -11,11 +11,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_testing.definitions import check_definition, find_wrong
+from kvframe_testing.laws import ConformanceError
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract import BatchOrder, EntryStep, LayerSpec, QuerySpec
-from kvframe.testing.definitions import check_definition, find_wrong
-from kvframe.testing.laws import ConformanceError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "by_content"
 SIZES: Mapping[str, Any] = {"block_size": 8, "num_kv_heads": 2, "head_size": 16}

@@ -9,18 +9,18 @@ from functools import cache
 import attrs
 import pytest
 import torch
+from kvframe_testing.batches import is_served
+from kvframe_testing.case import Case, Learned, draw_inputs
+from kvframe_testing.conformance import dense_arguments
+from kvframe_testing.error_bound import attention_error_bound, score_with_errors
+from kvframe_testing.grid import make_cases
+from kvframe_testing.sample import sample
+from kvframe_testing.state import form_of
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.specs import QuerySpec
 from kvframe.loading.plugins import load_plugins
-from kvframe.testing.batches import is_served
-from kvframe.testing.case import Case, Learned, draw_inputs
-from kvframe.testing.conformance import dense_arguments
-from kvframe.testing.error_bound import attention_error_bound, score_with_errors
-from kvframe.testing.grid import make_cases
-from kvframe.testing.sample import sample
-from kvframe.testing.state import form_of
 from tests.testing.summation import ORDERS, Given, by_definition
 
 CASES = sample([case for case in make_cases(TorchReferenceBackend.capabilities) if not is_served(case.name)])

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import attrs
 import pytest
+from kvframe_testing import event_publishers
+from kvframe_testing.event_publishers import check_publisher, publisher_checks
+from kvframe_testing.laws import ConformanceError
 
 from kvframe.contract.event_publisher import EventPublisher, OpenEventPublisher
-from kvframe.testing import event_publishers
-from kvframe.testing.event_publishers import check_publisher, publisher_checks
-from kvframe.testing.laws import ConformanceError
 
 SENT: list[Any] = []
 OPEN: list[Any] = []

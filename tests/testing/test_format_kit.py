@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 import torch
+from kvframe_testing.case import round_trip
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.formats import check_format
+from kvframe_testing.grid import installed_formats, make_cases
+from kvframe_testing.laws import ConformanceError
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import KVCache
 from kvframe.contract.formats import PLAIN, KVFormat, PlainFormat, StateTensor
 from kvframe.contract.slots import Slots
-from kvframe.testing.case import round_trip
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.formats import check_format
-from kvframe.testing.grid import installed_formats, make_cases
-from kvframe.testing.laws import ConformanceError
 
 
 @attrs.frozen(kw_only=True)

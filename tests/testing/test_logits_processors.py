@@ -12,10 +12,10 @@ from kvframe_engine.testing.logits_processors import (
     check_logits_processor,
     logits_processor_checks,
 )
+from kvframe_testing.laws import ConformanceError
 from tokenizers import Tokenizer
 
 from kvframe.contract import LogitsProcessor, ProcessedRequest, RequestError, Vocabulary
-from kvframe.testing.laws import ConformanceError
 
 VOCABULARY = Vocabulary(size=9, eos_token_ids=frozenset({8}))
 

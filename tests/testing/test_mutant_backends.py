@@ -7,13 +7,13 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import make_cases
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.runs import make_runs, sample_runs
+from kvframe_testing.serving import check_run
 
 from kvframe.contract.backend import AttentionBackend
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_cases
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.runs import make_runs, sample_runs
-from kvframe.testing.serving import check_run
 from tests.testing.mutant_backends import MISTAKES
 from tests.testing.plain_backend import PlainBackend
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import make_cases
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.runs import make_runs
+from kvframe_testing.sample import sample
+from kvframe_testing.serving import check_run
+from kvframe_testing.staging import check_staging
 from kvframe_torch.backend import TorchBackend
 
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_cases
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.runs import make_runs
-from kvframe.testing.sample import sample
-from kvframe.testing.serving import check_run
-from kvframe.testing.staging import check_staging
 from tests.covering import few
 from tests.testing.lse_backends import MISTAKES, LseBackend
 

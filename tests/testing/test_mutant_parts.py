@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 import pytest
+from kvframe_testing.eviction import check_policy
+from kvframe_testing.laws import ConformanceError, check_spec
 
 from kvframe.contract.eviction import LRU, EvictionPolicy, ReleasedPages
 from kvframe.contract.specs import AttentionMask, AttentionSpec
-from kvframe.testing.eviction import check_policy
-from kvframe.testing.laws import ConformanceError, check_spec
 
 # --- specs ------------------------------------------------------------------------------------------------------------
 

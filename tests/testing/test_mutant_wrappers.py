@@ -10,6 +10,13 @@ import pytest
 import torch
 from kvframe_chunked_local.wrapper import ChunkedLocal
 from kvframe_decode_only.wrapper import DecodeOnly
+from kvframe_testing.case import Case, Request
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import chain_refusals, make_cases, make_layer, share_cache
+from kvframe_testing.laws import ConformanceError, check_spec
+from kvframe_testing.sample import sample
+from kvframe_testing.state import GridSpec
+from kvframe_testing.wrappers import check_wrapper
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import AttentionBackend, KVCache
@@ -17,13 +24,6 @@ from kvframe.contract.capture import GraphCapture
 from kvframe.contract.metadata import NO_EXTENSIONS, SEQ_STARTS, CommonAttentionMetadata, Extension
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import CHANGES_MASK, FieldUse, MetadataWrapper
-from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import chain_refusals, make_cases, make_layer, share_cache
-from kvframe.testing.laws import ConformanceError, check_spec
-from kvframe.testing.sample import sample
-from kvframe.testing.state import GridSpec
-from kvframe.testing.wrappers import check_wrapper
 
 
 def layer(**options: Any) -> LayerSpec:

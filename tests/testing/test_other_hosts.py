@@ -7,6 +7,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_testing.case import Case
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import make_cases
+from kvframe_testing.hosts import LAYOUTS, OtherHost, in_other_hosts
+from kvframe_testing.laws import ConformanceError
 from kvframe_torch.backend import TorchBackend
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
@@ -18,11 +23,6 @@ from kvframe.contract import (
     CommonAttentionMetadata,
     Slots,
 )
-from kvframe.testing.case import Case
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_cases
-from kvframe.testing.hosts import LAYOUTS, OtherHost, in_other_hosts
-from kvframe.testing.laws import ConformanceError
 from tests.testing.lse_backends import LseBackend
 from tests.testing.plain_backend import PlainBackend, PlainBuilder
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import attrs
 import pytest
+from kvframe_testing import page_stores
+from kvframe_testing.checks import run_checks
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.page_stores import LARGE_BOUND, NO_BOUND, OWN_PROCESS, check_page_store, page_store_checks
 
 from kvframe.contract import PageStore
-from kvframe.testing import page_stores
-from kvframe.testing.checks import run_checks
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.page_stores import LARGE_BOUND, NO_BOUND, OWN_PROCESS, check_page_store, page_store_checks
 from tests.testing import wrong_page_stores as wrong
 from tests.testing.wrong_page_stores import Folder, OpenFolder
 

@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 import pytest
 from kvframe_engine.testing.proposers import check_proposer
+from kvframe_testing.laws import ConformanceError
 
 from kvframe.contract import DraftRequest, Proposer
-from kvframe.testing.laws import ConformanceError
 
 
 @attrs.define(kw_only=True, eq=False)

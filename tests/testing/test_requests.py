@@ -8,12 +8,12 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.requests import PageContents, check_manager
 
 from kvframe import KVCacheManager, KVCachePlan
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.specs import KVCacheSpec
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.requests import PageContents, check_manager
 from tests.cache.plans import full, make_plan, masked, ranged, state
 
 VERBS = {"start", "extend", "commit", "fork", "swap_out", "swap_in", "free", "reset"}

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import attrs
 import pytest
+from kvframe_testing.case import Case
+from kvframe_testing.suites import BackendTests, chains_of
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.errors import UnknownNameError
 from kvframe.loading.plugins import load_plugins
-from kvframe.testing.case import Case
-from kvframe.testing.suites import BackendTests, chains_of
 
 
 class OfAGpu(TorchReferenceBackend):

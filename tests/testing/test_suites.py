@@ -8,7 +8,7 @@ from textwrap import dedent
 from tests.programs import IMPORTED, run_program
 
 TESTS = """
-    from kvframe.testing.suites import (
+    from kvframe_testing.suites import (
         BackendTests,
         EvictionTests,
         FormatTests,

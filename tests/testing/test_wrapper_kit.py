@@ -9,6 +9,12 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from kvframe_testing.batches import wrapper_batches
+from kvframe_testing.case import Request
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.metadata import find_problem, make_metadata, on_device
+from kvframe_testing.wrappers import check_wrapper
+from kvframe_testing.writes import WriteGuard
 
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import WrapperError
@@ -20,12 +26,6 @@ from kvframe.contract.metadata import (
 )
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
-from kvframe.testing.batches import wrapper_batches
-from kvframe.testing.case import Request
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.metadata import find_problem, make_metadata, on_device
-from kvframe.testing.wrappers import check_wrapper
-from kvframe.testing.writes import WriteGuard
 from tests.cache.plans import full
 
 LAYER = LayerSpec(name="layer", spec=full())

@@ -8,13 +8,13 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
+from kvframe_testing.case import Request
+from kvframe_testing.metadata import make_metadata, on_device
 
 from kvframe.attention.wrapping import WrapperCall
 from kvframe.contract.errors import WrapperError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.loading.plugins import load_plugins
-from kvframe.testing.case import Request
-from kvframe.testing.metadata import make_metadata, on_device
 from tests.models.serving import GREEDY, PROMPTS, TinyModel
 from tests.programs import run_program
 from tests.support.plugins import plugin

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from kvframe_attention_free import EncoderOnlySpec
+from kvframe_testing.suites import SpecTests
 
 from kvframe import group_layers, load_plugins, plan_cache
 from kvframe.contract import LayerSpec, QuerySpec, SpecError
-from kvframe.testing.suites import SpecTests
 
 
 def encoder_only(**options: int) -> EncoderOnlySpec:

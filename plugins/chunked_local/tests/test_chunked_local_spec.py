@@ -7,10 +7,10 @@ from typing import Any
 import attrs
 import pytest
 from kvframe_chunked_local import ChunkedLocalSpec
+from kvframe_testing.suites import SpecTests
 
 from kvframe import FullAttentionSpec
 from kvframe.contract import AttentionMask, SpecError
-from kvframe.testing.suites import SpecTests
 
 
 def chunked(chunk: int, block_size: int = 4) -> ChunkedLocalSpec:

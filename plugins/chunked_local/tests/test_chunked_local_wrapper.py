@@ -13,6 +13,9 @@ import torch
 from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_chunked_local.virtual_requests import most_virtual_requests
 from kvframe_chunked_local.wrapper import ChunkedLocal
+from kvframe_testing.framework import apply_wrapper, bind_chain, check_order, pad_metadata
+from kvframe_testing.metadata import on_device
+from kvframe_testing.suites import WrapperTests
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvframe import FullAttentionSpec
@@ -28,9 +31,6 @@ from kvframe.contract import (
     RelativeBias,
     WrapperError,
 )
-from kvframe.testing.framework import apply_wrapper, bind_chain, check_order, pad_metadata
-from kvframe.testing.metadata import on_device
-from kvframe.testing.suites import WrapperTests
 
 MakeBatch = Callable[..., CommonAttentionMetadata]
 

@@ -11,16 +11,16 @@ import torch
 from kvframe_cpu.backend import CpuBackend
 from kvframe_cpu.chosen import as_pages
 from kvframe_kernels.cpu import build
+from kvframe_testing.case import Request
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.framework import select_backends
+from kvframe_testing.grid import make_cases
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.metadata import make_metadata, on_device
+from kvframe_testing.suites import BackendTests
 
 from kvframe import FullAttentionSpec, Stack, load_plugins
 from kvframe.contract import BackendError, ChosenPlaces, LayerSpec, QuerySpec
-from kvframe.testing.case import Request
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.framework import select_backends
-from kvframe.testing.grid import make_cases
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.metadata import make_metadata, on_device
-from kvframe.testing.suites import BackendTests
 
 CASES = make_cases(CpuBackend.capabilities)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from kvframe_cross_attention import CrossAttentionSpec
+from kvframe_testing.suites import SpecTests
 
 import kvframe
 from kvframe import FullAttentionSpec
 from kvframe.contract import ENCODER, TOKENS, AttentionMask, LayerSpec, PlanError, QuerySpec
-from kvframe.testing.suites import SpecTests
 
 CROSS = CrossAttentionSpec(block_size=4, num_kv_heads=2, head_size=8)
 QUERY = QuerySpec(num_heads=4, head_size=8, scale=0.3)

@@ -10,6 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_decode_only.wrapper import DecodeOnly
+from kvframe_testing.case import Request
+from kvframe_testing.framework import apply_wrapper, check_order, pad_metadata
+from kvframe_testing.metadata import find_problem, make_metadata
+from kvframe_testing.suites import WrapperTests
 
 from kvframe import FullAttentionSpec
 from kvframe.contract import (
@@ -22,10 +26,6 @@ from kvframe.contract import (
     MetadataWrapper,
     WrapperError,
 )
-from kvframe.testing.case import Request
-from kvframe.testing.framework import apply_wrapper, check_order, pad_metadata
-from kvframe.testing.metadata import find_problem, make_metadata
-from kvframe.testing.suites import WrapperTests
 
 SPEC = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8)
 SHARING = LayerSpec(name="layer.1", spec=SPEC, shares_with="layer.0")

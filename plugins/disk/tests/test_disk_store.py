@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 
 import pytest
 from kvframe_disk.store import DiskStore
+from kvframe_testing.suites import PageStoreTests
 
 from kvframe.contract import OpenPageStore
-from kvframe.testing.suites import PageStoreTests
 
 ORIGIN, OTHER_ORIGIN = "0" * 32, "f" * 32
 MIB = 2**20

@@ -7,9 +7,9 @@ from typing import Any
 import attrs
 import pytest
 from kvframe_entries import TokenEntriesSpec, UnfinishedGroupSpec
+from kvframe_testing.suites import SpecTests
 
 from kvframe.contract import KVFrameError, StateTensor
-from kvframe.testing.suites import SpecTests
 
 TENSORS = {"key": [16], "gate": [2, 3]}
 

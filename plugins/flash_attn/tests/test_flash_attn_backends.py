@@ -13,18 +13,18 @@ import attrs
 import pytest
 import torch
 from kvframe_kernels.flash_reference import paged_attention
+from kvframe_testing.case import Case, Request
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.framework import pad_metadata
+from kvframe_testing.grid import make_cases, make_layer
+from kvframe_testing.hosts import OtherHost
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.metadata import make_metadata
+from kvframe_testing.staging import check_staging
+from kvframe_testing.suites import BackendTests, chains_of
 
 from kvframe import load_plugins
 from kvframe.contract import RANGE_ENDS, AttentionBackend, Axis, CommonAttentionMetadata, Extension
-from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.framework import pad_metadata
-from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.hosts import OtherHost
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.metadata import make_metadata
-from kvframe.testing.staging import check_staging
-from kvframe.testing.suites import BackendTests, chains_of
 
 HEAD_SIZES = (8, 40, 256)
 FORMATS = ("plain", "int8_token_head")

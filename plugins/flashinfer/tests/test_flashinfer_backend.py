@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 import torch
 from kvframe_kernels.flash_reference import paged_attention
+from kvframe_testing.case import Case, Request
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import make_cases, make_layer
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.metadata import make_metadata, on_device
+from kvframe_testing.staging import check_staging
+from kvframe_testing.suites import BackendTests, chains_of
 
 from kvframe import load_plugins
 from kvframe.contract import RANGE_ENDS, AttentionBackend, Axis, Extension, LayerSpec
-from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.metadata import make_metadata, on_device
-from kvframe.testing.staging import check_staging
-from kvframe.testing.suites import BackendTests, chains_of
 
 FORMATS = ("plain", "fp8_tensor", "int8_token_head")
 """Formats of the cases: a backend handles copies of pages in the same way for every format."""

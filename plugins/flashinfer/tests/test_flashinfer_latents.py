@@ -14,14 +14,14 @@ import attrs
 import pytest
 import torch
 from kvframe_kernels.flash_reference import paged_attention
+from kvframe_testing.case import Case, Request
+from kvframe_testing.grid import make_cases, make_layer
+from kvframe_testing.metadata import make_metadata, on_device
+from kvframe_testing.staging import check_staging
+from kvframe_testing.state import form_of
+from kvframe_testing.suites import BackendTests, chains_of
 
 from kvframe.contract import RANGE_ENDS, AttentionBackend, Axis, Extension, LayerSpec
-from kvframe.testing.case import Case, Request
-from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.metadata import make_metadata, on_device
-from kvframe.testing.staging import check_staging
-from kvframe.testing.state import form_of
-from kvframe.testing.suites import BackendTests, chains_of
 
 
 class BatchMLAPagedAttentionWrapper:

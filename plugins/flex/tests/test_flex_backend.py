@@ -14,20 +14,20 @@ from kvframe_flex import builder as flex_builder
 from kvframe_flex import kernel, pages
 from kvframe_flex.backend import FlexBackend, FlexOptions
 from kvframe_flex.kernel import find_blocks
+from kvframe_testing.case import Case, Request
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.framework import select_backends
+from kvframe_testing.grid import make_cases, make_layer
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.metadata import make_metadata
+from kvframe_testing.sample import sample
+from kvframe_testing.staging import check_staging
+from kvframe_testing.suites import BackendTests
 from torch._dynamo import config as dynamo_config
 from torch.fx.experimental import _config as shapes_config
 
 from kvframe import Stack, load_plugins
 from kvframe.contract import BackendError, LayerSpec, StackError
-from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.framework import select_backends
-from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.metadata import make_metadata
-from kvframe.testing.sample import sample
-from kvframe.testing.staging import check_staging
-from kvframe.testing.suites import BackendTests
 
 CASES = {case.name: case for case in make_cases(FlexBackend.capabilities)}
 FEW = sample([*CASES.values()])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8TokenHead
 from kvframe_kv_formats.formats import MAX_SCALE, MIN_SCALE
+from kvframe_testing.suites import FormatTests
 
 from kvframe.contract import KVFormat, Slots, SpecError, StateTensor
-from kvframe.testing.suites import FormatTests
 
 FORMATS = (Fp8Tensor(), Fp8TokenHead(), Int8TokenHead(), Int4TokenHead())
 ids = [kv_format.name for kv_format in FORMATS]

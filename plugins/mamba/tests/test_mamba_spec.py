@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_mamba import MambaSpec
 from kvframe_mamba.spec import WHOLE_REQUEST
+from kvframe_testing.suites import SpecTests
 
 from kvframe import group_layers
 from kvframe.contract import KVFrameError, LayerSpec, StateTensor
-from kvframe.testing.suites import SpecTests
 
 Blocks = tuple[tuple[int, int], ...]
 

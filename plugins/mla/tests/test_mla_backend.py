@@ -13,21 +13,21 @@ from kvframe_mla.backend import MLABackend
 from kvframe_mla.cost import Cost
 from kvframe_mla.dense_batches import ABSORBED, EXPANDED, SQUARE
 from kvframe_mla.testing import Latents
+from kvframe_testing.case import Case, Request
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import make_cases, make_layer
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.metadata import make_metadata, on_device
+from kvframe_testing.runs import make_runs
+from kvframe_testing.sample import sample
+from kvframe_testing.serving import check_run
+from kvframe_testing.staging import check_staging
+from kvframe_testing.suites import BackendTests
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvframe import Layers, Stack, load_plugins
 from kvframe.contract import BackendError, LayerSpec, QuerySpec, Slots
-from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.metadata import make_metadata, on_device
-from kvframe.testing.runs import make_runs
-from kvframe.testing.sample import sample
-from kvframe.testing.serving import check_run
-from kvframe.testing.staging import check_staging
-from kvframe.testing.suites import BackendTests
 
 CASES = make_cases(MLABackend.capabilities, form=Latents())
 FEW = sample(CASES)

@@ -9,11 +9,11 @@ from typing import Any
 import attrs
 import pytest
 from kvframe_mla import MLASpec
+from kvframe_testing.framework import read_layer_file
+from kvframe_testing.suites import SpecTests
 
 from kvframe import FullAttentionSpec, Stack, group_layers, load_plugins, make_layer_specs
 from kvframe.contract import AttentionMask, LayerSpec, QuerySpec, RelativeBias, SpecError, UnknownNameError
-from kvframe.testing.framework import read_layer_file
-from kvframe.testing.suites import SpecTests
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 

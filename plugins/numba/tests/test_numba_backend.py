@@ -6,12 +6,11 @@ import pytest
 import torch
 from kvframe_kernels.jit import plan
 from kvframe_numba.backend import NumbaBackend
-
-from kvframe.testing.case import Case
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_cases
-from kvframe.testing.sample import sample
-from kvframe.testing.suites import BackendTests
+from kvframe_testing.case import Case
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import make_cases
+from kvframe_testing.sample import sample
+from kvframe_testing.suites import BackendTests
 
 CASES = make_cases(NumbaBackend.capabilities)
 FEW = sample(CASES)

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 from kvframe_priority.policy import Priority
+from kvframe_testing.suites import SchedulingTests
 
 from kvframe.contract import QueuedRequest
-from kvframe.testing.suites import SchedulingTests
 
 
 def order(policy: Priority, arrival: float, priority: int = 0, num_others: int = 0) -> float:

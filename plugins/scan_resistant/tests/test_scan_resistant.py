@@ -9,10 +9,10 @@ import attrs
 import numpy as np
 import pytest
 from kvframe_scan_resistant.policy import ScanResistant
+from kvframe_testing.suites import EvictionTests
 
 from kvframe import FullAttentionSpec, KVCacheManager, group_layers, plan_cache
 from kvframe.contract import LRU, MOST_USES, EvictionPolicy, LayerSpec, ReleasedPages
-from kvframe.testing.suites import EvictionTests
 
 POOL_PAGES, BLOCK = 256, 16
 

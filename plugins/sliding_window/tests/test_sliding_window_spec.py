@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 import pytest
 from kvframe_sliding_window import SlidingWindowSpec
+from kvframe_testing.suites import SpecTests
 
 from kvframe import FullAttentionSpec
 from kvframe.contract import AttentionMask, SpecError
-from kvframe.testing.suites import SpecTests
 
 
 def sliding(window: int, num_sink_tokens: int = 0, block_size: int = 4) -> SlidingWindowSpec:

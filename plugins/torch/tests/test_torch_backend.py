@@ -5,14 +5,13 @@ from __future__ import annotations
 from types import ModuleType
 
 import pytest
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import make_cases, make_layers
+from kvframe_testing.suites import BackendTests
 from kvframe_torch import backend as backend_module
 from kvframe_torch import builder as builder_module
 from kvframe_torch import tiles as tiles_module
 from kvframe_torch.backend import TorchBackend
-
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_cases, make_layers
-from kvframe.testing.suites import BackendTests
 
 CASES = {case.name: case for case in make_cases(TorchBackend.capabilities)}
 

@@ -13,6 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvframe_testing.case import Request
+from kvframe_testing.metadata import make_metadata
+from kvframe_testing.state import GridSpec
 from kvframe_torch import builder as builder_module
 from kvframe_torch import tiles as tiles_module
 from kvframe_torch.backend import TorchBackend
@@ -23,9 +26,6 @@ from kvframe import load_plugins
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.specs import LayerSpec, QuerySpec, RelativeBias
-from kvframe.testing.case import Request
-from kvframe.testing.metadata import make_metadata
-from kvframe.testing.state import GridSpec
 
 TorchReferenceBackend: type[AttentionBackend] = load_plugins().registry.backends.load("torch_reference")
 CPU = torch.device("cpu")

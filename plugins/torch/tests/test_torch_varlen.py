@@ -8,16 +8,15 @@ import attrs
 import pytest
 import torch
 from kvframe_kernels.flash_reference import paged_attention
+from kvframe_testing.case import Case, Request
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.grid import make_cases, make_layer
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.metadata import make_metadata
+from kvframe_testing.staging import check_staging
+from kvframe_testing.suites import BackendTests, chains_of
 from kvframe_torch import varlen
 from kvframe_torch.varlen import TorchVarlenBackend
-
-from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.metadata import make_metadata
-from kvframe.testing.staging import check_staging
-from kvframe.testing.suites import BackendTests, chains_of
 
 CAPABILITIES = TorchVarlenBackend.capabilities
 HEAD_SIZES = (8, 40, 256)

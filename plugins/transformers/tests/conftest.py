@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import pytest
 import torch
+from kvframe_testing.framework import state_step
 
 from kvframe.contract import (
     AttachedEntry,
@@ -17,7 +18,6 @@ from kvframe.contract import (
     StateTensor,
     TokenRange,
 )
-from kvframe.testing.framework import state_step
 
 
 class OneState(KVCacheSpec):

@@ -10,24 +10,24 @@ import attrs
 import pytest
 import torch
 from kvframe_kernels.triton.launch import Launch
+from kvframe_testing.case import Case, Request
+from kvframe_testing.checks import Checks
+from kvframe_testing.conformance import check_backend
+from kvframe_testing.framework import Staging, pad_metadata
+from kvframe_testing.grid import make_cases, make_layer
+from kvframe_testing.hosts import LAYOUTS
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.metadata import make_metadata, on_device
+from kvframe_testing.runs import make_runs, sample_runs
+from kvframe_testing.sample import sample
+from kvframe_testing.staging import check_staging
+from kvframe_testing.suites import BackendTests
 from kvframe_triton.backend import TritonBackend
 from kvframe_triton.builder import TritonMetadata
 from triton import knobs
 
 from kvframe import load_plugins
 from kvframe.contract import ChosenTokens, GraphCapture, LayerSpec, MoreInputs
-from kvframe.testing.case import Case, Request
-from kvframe.testing.checks import Checks
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.framework import Staging, pad_metadata
-from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.hosts import LAYOUTS
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.metadata import make_metadata, on_device
-from kvframe.testing.runs import make_runs, sample_runs
-from kvframe.testing.sample import sample
-from kvframe.testing.staging import check_staging
-from kvframe.testing.suites import BackendTests
 from tests.covering import cover_values
 
 CASES = make_cases(TritonBackend.capabilities, "cuda")

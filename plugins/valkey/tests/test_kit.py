@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import attrs
 import pytest
+from kvframe_testing.checks import Checks
+from kvframe_testing.suites import PageStoreTests
 
-from kvframe.testing.checks import Checks
-from kvframe.testing.suites import PageStoreTests
 from tests.support.store_server import MISSING, PROGRAM, StoreServer
 
 # The kit makes its checks before any fixture, so the server's socket has a path that is known then.

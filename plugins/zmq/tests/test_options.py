@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 import zmq
+from kvframe_testing.suites import EventPublisherTests
 from kvframe_zmq import ZmqPublisher, decode_batch
 from kvframe_zmq.wire import END, encode_number
 
 from kvframe.routing import to_plain
-from kvframe.testing.suites import EventPublisherTests
 
 ADDRESS = "tcp://127.0.0.1:5557"
 

@@ -10,6 +10,10 @@ from functools import cache
 
 import numpy as np
 import torch
+from kvframe_testing.backend_checks import backend_checks
+from kvframe_testing.checks import Checks
+from kvframe_testing.spec_checks import spec_checks
+from kvframe_testing.wrappers import wrapper_checks
 
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import KVFrameError
@@ -17,10 +21,6 @@ from kvframe.contract.specs import KVCacheSpec
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
-from kvframe.testing.backend_checks import backend_checks
-from kvframe.testing.checks import Checks
-from kvframe.testing.spec_checks import spec_checks
-from kvframe.testing.wrappers import wrapper_checks
 from tests.testing.mistakes.kinds import Kind
 
 

@@ -157,6 +157,6 @@ def _to_check(registry: Registry, kind: str, name: str) -> str:
     if claim.plugin == f"{claim.owner}:{claim.owner}":  # it was passed as a module
         file = getattr(sys.modules.get(claim.owner), "__file__", None)
         if file is None:
-            return f"test {what!r} by a class of kvframe.testing.suites"
+            return f"test {what!r} by a class of kvframe_testing.suites"
         what = file
     return f"`{shlex.join(['kvframe', 'check', what, '--kind', claim.kind])}`"

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
+from kvframe_testing.state import AnyMask, Draw, StateForm
 
 from kvframe.contract import KVCacheSpec, LayerSpec
-from kvframe.testing.state import AnyMask, Draw, StateForm
 from kvframe_mla.spec import KV_UP, MLASpec
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvframe_testing.checks import Check, Checks
+from kvframe_testing.laws import ConformanceError
+
 from kvframe import Stack, group_layers, load_plugins, make_layer_specs
 from kvframe.contract.description import ModelDescription
 from kvframe.contract.errors import KVFrameError
 from kvframe.contract.model import ModelAdapter
-from kvframe.testing.checks import Check, Checks
-from kvframe.testing.laws import ConformanceError
 from kvframe_engine.engine import Engine
 from kvframe_engine.requests.request import SamplingParams
 

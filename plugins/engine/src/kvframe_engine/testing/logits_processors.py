@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from kvframe_testing.checks import Check, Checks
+from kvframe_testing.laws import ConformanceError
 
 from kvframe.contract.errors import PluginError, RequestError
 from kvframe.contract.foreign import call
 from kvframe.contract.logits import LogitsProcessor, ProcessedRequest, Vocabulary
-from kvframe.testing.checks import Check, Checks
-from kvframe.testing.laws import ConformanceError
 
 NUM_STEPS = 12
 """The most tokens of each answer of a check."""

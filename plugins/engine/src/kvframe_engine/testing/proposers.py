@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from kvframe_testing.checks import Check, Checks, make_part
+from kvframe_testing.laws import ConformanceError
+
 from kvframe.contract.errors import PluginError
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.proposer import DraftRequest, Proposer
-from kvframe.testing.checks import Check, Checks, make_part
-from kvframe.testing.laws import ConformanceError
 
 NUM_STEPS = 60
 """Steps of a check."""

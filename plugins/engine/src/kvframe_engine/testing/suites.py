@@ -1,4 +1,4 @@
-"""Test classes for the parts of plugins that an engine serves by, as ``kvframe.testing.suites`` has for others."""
+"""Test classes for the parts of plugins that an engine serves by, as ``kvframe_testing.suites`` has for others."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from kvframe_testing.checks import Checks, make_checks
+from kvframe_testing.laws import ConformanceError
+from kvframe_testing.suites import KitTests
+
 from kvframe.contract.logits import LogitsProcessor
 from kvframe.contract.model import ModelAdapter
 from kvframe.contract.proposer import Proposer
-from kvframe.testing.checks import Checks, make_checks
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.suites import KitTests
 
 
 class AdapterTests(KitTests):

@@ -1,0 +1,1 @@
+"""The commands of plugin authors: check and new-plugin, one file each."""
