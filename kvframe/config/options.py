@@ -244,7 +244,7 @@ class EngineOptions:
             part that is wrong.
         overlap: Whether the next step is chosen and launched while the device computes the last one: ``"on"``,
             ``"off"``, or ``"auto"``: on a device other than the CPU. Steps of several ranks, and with draft tokens,
-            never overlap.
+            never overlap; ``"on"`` with ``drafts`` is refused.
     """
 
     scheduling: Use = attrs.field(default=Use(FCFS.name), converter=_as_use, metadata={KIND: "scheduling"})

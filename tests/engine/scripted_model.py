@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -66,10 +67,10 @@ class ScriptedModel(LoadedModel):
             return None
         return bytes(token for token in token_ids if token != END).decode(errors="replace")
 
-    def engine(self, **options: Any) -> Engine:
+    def engine(self, *, plugins: Sequence[ModuleType] = (), **options: Any) -> Engine:
         """Return an engine with blocks of 4 tokens, and 16 KiB of cache unless ``memory`` is given."""
         if "cache_key" in options:
             options["key"] = options.pop("cache_key")
         stack = Stack.from_mapping(tables_of(**{"block_size": 4, "memory": 16 * 1024, **options}))
-        registry = load_plugins().registry
+        registry = load_plugins(plugins=plugins).registry
         return Engine(self, Setup.of(self.description, stack, registry, dtype="float32"))

@@ -396,7 +396,7 @@ def test_drafts_keep_to_their_requests_and_rows_of_logits_when_a_step_is_packed_
     )
     plain = PackedStep.of(step, lambda query_lens: None)
     # Row 0 is that of the first request, 1 to 3 are those of the second one, and four of the third one's prompt follow.
-    assert ([0, 1, 2, 3], [0, 2, 0]) == (plain.sampled.tolist(), list(plain.num_drafts))  # type: ignore[call-overload]
+    assert ([0, 1, 2, 3], [0, 2, 0]) == (plain.sampled.tolist(), [len(drafts) for drafts in plain.drafts])
     packed = PackedStep.of(step, lambda query_lens: np.array([1, 2, 0]))
     assert ([[30, 31], [], []], requests[1]) == (packed.drafts, packed.requests[0])
     assert ([0, 1, 2, 7], [1, 0]) == (packed.sampled.tolist(), list(packed.sampled_order))  # type: ignore[call-overload]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_engine.requests.request import Request
-from kvframe_engine.running.logits_processors import process_logits
-from kvframe_engine.running.next_tokens import accept_drafts, draw_truncated
+from kvframe_engine.running.launched_steps import LastTokens, names_of
+from kvframe_engine.running.logits_processors import changed_rows, process_logits
+from kvframe_engine.running.next_tokens import accept_drafts, draw_truncated, sample
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -43,7 +45,7 @@ def request(prompt: list[int], output: list[int], **params: Any) -> Request:
 
 
 def processed(logits: torch.Tensor, prompt: list[int], output: list[int], **params: Any) -> torch.Tensor:
-    (row,) = process_logits(logits.unsqueeze(0), [request(prompt, output, **params)])
+    (row,) = process_logits(logits.unsqueeze(0), changed_rows([request(prompt, output, **params)]))
     return row
 
 
@@ -123,7 +125,7 @@ def test_logits_stay_as_they_are_for_requests_that_change_none() -> None:
     logits = torch.zeros(2, VOCAB_SIZE)
     plain = request([1], [], temperature=1.0, top_k=3)
     assert not plain.params.changes_logits
-    changed = process_logits(logits, [plain, request([1], [], logit_bias={3: 1.0})])
+    changed = process_logits(logits, changed_rows([plain, request([1], [], logit_bias={3: 1.0})]))
     assert 0 == logits.abs().sum()
     assert [0.0, 1.0] == changed[:, 3].tolist()
 
@@ -137,14 +139,34 @@ def test_tokens_without_a_logit_change_nothing() -> None:
         eos_token_ids=frozenset({far}),
         max_model_len=100,
     )
-    (row,) = process_logits(torch.zeros(1, VOCAB_SIZE), [made])
+    (row,) = process_logits(torch.zeros(1, VOCAB_SIZE), changed_rows([made]))
     assert [0.0, 2.0, -torch.inf, 0.0] == row[2:6].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_logits_of_16_bits_are_changed_in_float32(dtype: torch.dtype) -> None:
     logits = torch.full((1, VOCAB_SIZE), 1.0, dtype=dtype)
-    assert 1.001 == pytest.approx(process_logits(logits, [request([1], [], logit_bias={3: 0.001})])[0, 3].item())
+    changed = changed_rows([request([1], [], logit_bias={3: 0.001})])
+    assert 1.001 == pytest.approx(process_logits(logits, changed)[0, 3].item())
+
+
+@given(st.data())
+def test_the_device_reads_a_last_token_that_the_host_does_not_know(data: st.DataObject) -> None:
+    texts = data.draw(st.lists(st.lists(TOKENS, min_size=2, max_size=9), min_size=1, max_size=3))
+    params = [
+        {name: data.draw(values) for name, (values, _) in PROCESSORS.items() if data.draw(st.booleans())}
+        | data.draw(st.sampled_from([{}, {"frequency_penalty": 0.5, "presence_penalty": -0.25}]))
+        for _ in texts
+    ]
+    known = [request(text[:1], text[1:], **own) for text, own in zip(texts, params, strict=True)]
+    behind = [request(text[:1], text[1:-1], **own) for text, own in zip(texts, params, strict=True)]
+    last_tokens = LastTokens(len(texts), torch.device("cpu"))
+    rows = np.arange(len(texts))[::-1].copy()
+    last_tokens.store(rows, torch.tensor([text[-1] for text in texts]))
+    logits = torch.randn(len(texts), VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    names = [[name] for name in names_of(rows).tolist()]
+    changed = process_logits(logits, changed_rows(behind, names=names), last_tokens.read)
+    assert torch.equal(process_logits(logits, changed_rows(known)), changed)
 
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
@@ -171,7 +193,7 @@ def test_each_draft_is_followed_by_what_follows_it_as_an_output(
     one = request([1, 2], [], **params)
     expected: list[int] = []
     for row in logits:
-        ((token,),) = accept_drafts(process_logits(row.unsqueeze(0), [one]), [one], [[]])
+        (token,) = sample(process_logits(row.unsqueeze(0), changed_rows([one])), [one])
         one.take(token)
         expected.append(token)
     drafts = expected[:num_drafts]
@@ -183,8 +205,10 @@ def test_each_draft_is_followed_by_what_follows_it_as_an_output(
     requests = [request([2], [], **biased), request([1, 2], [], **params), request([2], [], **biased)]
     rows = torch.cat([torch.zeros(3, VOCAB_SIZE), logits, torch.zeros(1, VOCAB_SIZE)])
     all_drafts = [[3, 3], drafts, []]
-    runs = accept_drafts(process_logits(rows, requests, all_drafts), requests, all_drafts)
-    assert [[3, 3, 3], expected, [3]] == runs
+    owners = [each for each, own in zip(requests, all_drafts, strict=True) for _ in range(1 + len(own))]
+    num_drawn = [index for own in all_drafts for index in range(1 + len(own))]
+    token_ids = sample(process_logits(rows, changed_rows(requests, all_drafts)), owners, num_drawn)
+    assert [[3, 3, 3], expected, [3]] == accept_drafts(token_ids, all_drafts)
 
 
 # --- the part of the vocabulary that is left --------------------------------------------------------------------------

@@ -9,27 +9,49 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_engine.engine import Engine
 from kvframe_engine.requests.output import RequestOutput
-from kvframe_engine.requests.request import SamplingParams
-from kvframe_engine.running.launched_steps import HostCopy
-from kvframe_engine.running.model_runner import TokenRunner
+from kvframe_engine.requests.request import Request, SamplingParams
+from kvframe_engine.running.launched_steps import HostCopy, LastTokens
+from kvframe_engine.running.model_runner import Sampling, TokenRunner
+from kvframe_engine.scheduling.step import PackedStep, ScheduledStep
 
 from kvframe import Prompt, Stack
 from kvframe.contract.errors import StackError
 from tests.covering import cover_values
 from tests.engine.scripted_model import ScriptedModel
+from tests.engine.test_processors import Instead
 from tests.models.serving import TinyModel, held_pages, ids
 from tests.support.engines import runner_of, storage_of
+from tests.support.plugins import plugin
 
 PROMPTS = [ids(seed, length) for seed, length in enumerate((33, 5, 17, 64, 1, 40, 12, 25))]
+EXTRAS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.4, "logprobs": True, "top_logprobs": 3},
+    {},
+    {"no_repeat_ngram_size": 2, "prompt_logprobs": True, "top_logprobs": 2},
+    {"no_repeat_ngram_size": 1, "bad_words_ids": [[5], [7, 9]], "logit_bias": {3: 2.0}},
+    {"logprobs": True, "prompt_logprobs": True},
+    {"min_new_tokens": 20, "begin_suppress_tokens": [1, 2], "suppress_tokens": [4], "min_p": 0.05},
+    {"frequency_penalty": -1.5, "no_repeat_ngram_size": 3, "top_p": 0.8},
+]
+"""What requests ask for beside their next tokens."""
+
 PARAMS = [
-    SamplingParams(max_new_tokens=4 + 3 * index, temperature=0.0 if index % 2 else 1.5, seed=index, top_k=index % 3 * 9)
-    for index in range(len(PROMPTS))
+    SamplingParams(
+        max_new_tokens=4 + 3 * index,
+        temperature=0.0 if index % 2 else 1.5,
+        seed=index,
+        top_k=index % 3 * 9,
+        **extras,
+    )
+    for index, extras in enumerate(EXTRAS)
 ]
 
 
@@ -81,8 +103,20 @@ def on_queue(engine: Engine, seconds: float = 0.002) -> DeviceQueue:
     return queue
 
 
-def tokens_of(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
-    return [output.token_ids for output in outputs]
+def check_equal(expected: list[RequestOutput], found: list[RequestOutput]) -> None:
+    """Check that outputs have the same tokens and log-probabilities; those of other batches differ in the last bits."""
+    assert [output.token_ids for output in expected] == [output.token_ids for output in found]
+    assert [_likely(output) for output in expected] == [pytest.approx(_likely(output), abs=1e-3) for output in found]
+
+
+def _likely(output: RequestOutput) -> list[float]:
+    tops = [*(output.top_logprobs or ()), *(output.prompt_top_logprobs or ())]
+    values = [
+        *(output.logprobs or ()),
+        *(output.prompt_logprobs or ()),
+        *(value for top in tops for value in (top or {}).values()),
+    ]
+    return [value for value in values if value is not None]
 
 
 FAMILIES = ("gemma3_text", "jamba", "llama4_text", "deepseek_v3")
@@ -97,12 +131,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_tokens_are_those_without_overlap(models: Callable[[str], TinyModel], family: str, name: str) -> None:
     model, options = models(family), OPTIONS[name]
     with model.engine(**options) as engine:
-        expected = tokens_of(engine.generate(PROMPTS, PARAMS))
+        expected = engine.generate(PROMPTS, PARAMS)
     with model.engine(overlap="on", **options) as engine:
         if "graphs" not in options:
             on_queue(engine)
-        assert expected == tokens_of(engine.generate(PROMPTS, PARAMS))
-        assert expected == tokens_of(engine.generate(PROMPTS, PARAMS))  # on cached prefixes
+        check_equal(expected, engine.generate(PROMPTS, PARAMS))
+        check_equal(expected, engine.generate(PROMPTS, PARAMS))  # on cached prefixes
         assert 0 == held_pages(engine)
 
 
@@ -114,10 +148,10 @@ def test_preempted_requests_get_the_same_tokens(models: Callable[[str], TinyMode
     if swap:
         options |= {"preemption": "swap", "host_memory": "1MiB"}
     with model.engine(**sizes) as engine:
-        expected = tokens_of(engine.generate(PROMPTS, PARAMS))
+        expected = engine.generate(PROMPTS, PARAMS)
     with model.engine(overlap="on", **options) as engine:
         on_queue(engine)
-        assert expected == tokens_of(engine.generate(PROMPTS, PARAMS))
+        check_equal(expected, engine.generate(PROMPTS, PARAMS))
         assert engine.stats().preemptions > 0
         assert 0 == held_pages(engine)
 
@@ -127,23 +161,53 @@ def test_an_encoder_decoder_gets_the_same_tokens(models: Callable[[str], TinyMod
     prompts: list[Any] = [{"encoder": ids(seed, 9 + seed), "decoder": [2]} for seed in range(4)]
     asked = [Prompt(**prompt) for prompt in prompts]
     with model.engine() as engine:
-        expected = tokens_of(engine.generate(asked, PARAMS[:4]))
+        expected = engine.generate(asked, PARAMS[:4])
     with model.engine(overlap="on") as engine:
         on_queue(engine)
-        assert expected == tokens_of(engine.generate(asked, PARAMS[:4]))
+        check_equal(expected, engine.generate(asked, PARAMS[:4]))
 
 
 # --- the host's waits -------------------------------------------------------------------------------------------------
 
 
-def test_the_host_waits_once_a_step_and_the_device_has_another_one(models: Callable[[str], TinyModel]) -> None:
+@pytest.mark.parametrize("extras", [[{}] * len(EXTRAS), EXTRAS], ids=["plain", "extras"])
+def test_the_host_waits_once_a_step_and_the_device_has_another_one(
+    models: Callable[[str], TinyModel], extras: list[dict[str, Any]]
+) -> None:
+    params = [SamplingParams(**{**own, "max_new_tokens": 20}, ignore_eos=True) for own in extras]
     with models("llama").engine(overlap="on") as engine:
         queue = on_queue(engine, seconds=0.02)
-        engine.generate(PROMPTS, SamplingParams(max_new_tokens=20, ignore_eos=True))
+        engine.generate(PROMPTS, params)
         steps = engine.stats().steps
     assert steps == len(queue.queued_at_wait)
     # The first step after the prompts and each later one but the last is computed while the next one is queued.
     assert steps - 1 <= sum(count >= 2 for count in queue.queued_at_wait) + 1
+
+
+def test_what_chooses_tokens_reads_nothing_back() -> None:
+    """A meta tensor has no numbers: an operation for which the host would wait raises."""
+    meta = torch.device("meta")
+    tokens, last_tokens = np.zeros((4, 64), np.int64), LastTokens(4, meta)
+    requests = [
+        Request.create(str(row), PROMPTS[0], params, eos_token_ids=frozenset({1}), max_model_len=64)
+        for row, params in enumerate(PARAMS[index] for index in (0, 1, 4, 5))
+    ]
+    for row, request in enumerate(requests):
+        request.row = row
+    num_known = np.full(4, len(PROMPTS[0]))
+    counts = num_known - np.array([0, 0, 0, 8])
+    step = ScheduledStep(requests, requests, np.arange(4), num_known - counts, num_known, counts, int(counts.sum()))
+    following = step.following(1000)
+    assert following is not None
+    for chosen, running in ((step, None), (following, step)):
+        packed = PackedStep.of(chosen, lambda query_lens: None)
+        sampling = Sampling.of(packed, tokens, meta, running)
+        logits = torch.empty(len(packed.generating_indices), 96, device=meta)
+        token_ids, *logprobs = sampling.sample(logits, last_tokens.read)
+        assert ((len(sampling.rows),), 2) == (token_ids.shape, len(logprobs))
+        last_tokens.store(sampling.rows, token_ids)
+        with pytest.raises(NotImplementedError):
+            token_ids.tolist()
 
 
 def test_no_step_is_computed_in_vain_if_lengths_end_the_requests() -> None:
@@ -186,11 +250,11 @@ def test_a_request_whose_cached_state_may_be_broken_is_computed_anew(models: Cal
     model = models("jamba")
     prompt, params = ids(1, 40), SamplingParams(max_new_tokens=9, temperature=1.0, seed=3)
     with model.engine(block_size=4) as engine:
-        expected = tokens_of(engine.generate([prompt], params))
+        expected = engine.generate([prompt], params)
     with model.engine(block_size=4, overlap="on") as engine:
         engine.generate([prompt], SamplingParams(max_new_tokens=1))
         storage_of(engine).pool.fill_(0xFF)  # NaN in every dtype
-        assert expected == tokens_of(engine.generate([prompt], params))
+        check_equal(expected, engine.generate([prompt], params))
         assert 1 == engine.stats().retries
 
 
@@ -228,23 +292,39 @@ def test_an_interrupt_of_the_wait_costs_nothing() -> None:
         assert 0 == held_pages(engine)
 
 
-def test_requests_whose_tokens_change_their_logits_take_part() -> None:
+def test_a_request_with_logits_processors_keeps_steps_from_overlapping_and_the_trace_says_so() -> None:
     params = [
-        SamplingParams(max_new_tokens=6, repetition_penalty=1.1),
-        SamplingParams(max_new_tokens=9, logprobs=True),
-        SamplingParams(max_new_tokens=4),
+        SamplingParams(max_new_tokens=3, processors={"instead": {"of": "q", "comes": "z"}}),
+        SamplingParams(max_new_tokens=7, repetition_penalty=1.1),
     ]
-    results = []
-    for overlap in ("off", "on"):
-        with ScriptedModel("the quick brown fox").engine(overlap=overlap) as engine:
-            outputs = engine.generate(["the", "the q", "t"], params)
-            results.append([(output.text, output.logprobs) for output in outputs])
-    assert results[0] == results[1]
+    with ScriptedModel(SCRIPT).engine(overlap="on", plugins=[PLUGIN]) as engine:
+        queue, trace = on_queue(engine), engine.start_trace()
+        outputs = engine.generate(["the ", "the "], params)
+        assert ["zui", "quick b"] == [output.text for output in outputs]
+        why = "a request names logits processors, which read its tokens on the host"
+        # The request is in three steps, and each of the three after them was chosen when its tokens were known.
+        assert [why] * 3 == [step.waited_for for step in trace.steps if step.waited_for]
+        assert 4 == len(queue.queued_at_wait)
+        assert [step.start < step.stop for step in trace.steps] == [True] * 7
+
+
+def test_drafts_and_overlap_exclude_each_other(
+    models: Callable[[str], TinyModel], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(StackError, match=r'engine.overlap = "on" and model.drafts exclude each other') as refused:
+        models("llama").engine(overlap="on", drafts="ngram")
+    assert "overlap_with_drafts" == refused.value.code
+    caplog.set_level("INFO", "kvframe")
+    models("llama").engine(drafts="ngram").close()
+    assert "steps do not overlap, because the accepted drafts" in caplog.text
+    models("llama").engine(overlap="on").close()
+    assert "the next step is launched while one is computed" in caplog.text
 
 
 # --- any order of calls -----------------------------------------------------------------------------------------------
 
 SCRIPT = "the quick brown fox jumps over the lazy dog"
+PLUGIN = plugin("plugin_of_instead", logits_processors={"instead": Instead})
 
 
 def calls(engine: Engine, seed: int) -> Iterator[None]:
@@ -259,7 +339,7 @@ def calls(engine: Engine, seed: int) -> Iterator[None]:
                 max_new_tokens=draw.randint(1, 12),
                 n=draw.choice([1, 1, 2]),
                 stop=draw.choice([(), "w", "ox"]),
-                repetition_penalty=draw.choice([1.0, 1.0, 1.2]),
+                **draw.choice([{}, {}, *EXTRAS, {"processors": {"instead": {"of": "o", "comes": "a"}}}]),
             )
             engine.add_request(text, params, names[-1], owner=draw.choice(["", "", "other"]))
         elif call == "abort" and names:
@@ -279,19 +359,21 @@ def calls(engine: Engine, seed: int) -> Iterator[None]:
 def test_any_calls_give_the_outputs_of_an_engine_without_overlap(seed: int) -> None:
     results = []
     for overlap in ("off", "on"):
-        ends: dict[tuple[str, int], tuple[str | None, str]] = {}
-        with ScriptedModel(SCRIPT).engine(overlap=overlap, max_num_seqs=3, audit=True, memory=16 * 1024) as engine:
+        ends: dict[tuple[str, int], RequestOutput] = {}
+        options: dict[str, Any] = {"max_num_seqs": 3, "audit": True, "plugins": [PLUGIN]}
+        with ScriptedModel(SCRIPT).engine(overlap=overlap, **options) as engine:
             for _ in calls(engine, seed):
                 for output in engine.step() if engine.has_unfinished else ():
                     if output.finish_reason is not None:
-                        ends[output.request_id, output.sample] = output.finish_reason, output.text
+                        ends[output.request_id, output.sample] = output
             assert 0 == held_pages(engine)
         results.append(ends)
     off, on = results
     assert off.keys() == on.keys()
-    for key, (reason, text) in off.items():
-        if "aborted" not in (reason, on[key][0]):
-            assert (reason, text) == on[key]
+    for key, output in off.items():
+        if "aborted" not in (output.finish_reason, on[key].finish_reason):
+            assert (output.finish_reason, output.text) == (on[key].finish_reason, on[key].text)
+            check_equal([output], [on[key]])
 
 
 @pytest.mark.parametrize("overlap", [True, "yes", 1])

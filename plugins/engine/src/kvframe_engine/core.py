@@ -177,14 +177,23 @@ class EngineCore(ABC, Generic[RequestT]):
         options = self.stack.model
         tiers = () if self._tiers is None else self._tiers.names
         _log.info(
-            "%s runs on %s; attention by %s; a cache of %.1f MiB%s",
+            "%s runs on %s; attention by %s; a cache of %.1f MiB%s%s",
             self.model.description.name,
             # The constructor is given a model that is loaded already, in any dtype.
             options.device if options.dtype == "auto" else f"{options.device} in {options.dtype}",
             ", ".join(backends) or "nothing, as no layer attends",
             self.plan.total_bytes / (1 << 20),
             f"; prefixes also in {', '.join(tiers)}" if tiers else "",
+            self._overlap_note(),
         )
+
+    def _overlap_note(self) -> str:
+        """Return in a clause whether steps overlap, if that is worth a word."""
+        if self._pipeline is not None:
+            return "; the next step is launched while one is computed"
+        if self._scheduler.max_drafts and self.stack.engine.overlap == "auto":
+            return "; steps do not overlap, because the accepted drafts of one decide what the next one computes"
+        return ""
 
     def _check_model(self) -> None:
         """Raise a ``ModelError`` for a model that this kind of engine cannot serve."""
@@ -608,7 +617,7 @@ class EngineCore(ABC, Generic[RequestT]):
             if self._tiers is not None:
                 self._tiers.wait()
         elif self._trace is not None:
-            self._trace.note_scheduled(step)
+            self._trace.note_scheduled(step, "" if self._pipeline is None else self._pipeline.waits_for)
         return step
 
     def _note_failed_step(self, failed: Sequence[RequestT], error: BaseException) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from kvframe import Hints, Pin
-from kvframe.contract.errors import KVFrameError, ModelError, PrefixFileError, RequestError, shown
+from kvframe.contract.errors import KVFrameError, ModelError, PrefixFileError, RequestError, StackError, shown
 from kvframe.contract.model import PredictionHeads
 from kvframe_engine.assembly import Assembly
 from kvframe_engine.core import EngineCore
@@ -387,9 +387,15 @@ class Engine(EngineCore[Request]):
     def _overlaps(self, assembly: Assembly) -> bool:
         """Return whether the next step is chosen while the device computes the last one."""
         overlap = self.stack.engine.overlap
-        if self._ranks is not None or self._scheduler.max_drafts or overlap == "off":
-            return False
-        return overlap == "on" or assembly.device.type != "cpu"
+        if not self._scheduler.max_drafts:
+            return self._ranks is None and (overlap == "on" or (overlap == "auto" and assembly.device.type != "cpu"))
+        if overlap == "on":
+            raise StackError(
+                f'{self.stack.source}: engine.overlap = "on" and model.drafts exclude each other: what a step computes '
+                "depends on which drafts of the last one were accepted; remove one of them",
+                code="overlap_with_drafts",
+            )
+        return False
 
     def _make_pipeline(self) -> StepPipeline[Request] | None:
         assert isinstance(self._runner, TokenRunner)

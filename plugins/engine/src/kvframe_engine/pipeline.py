@@ -2,8 +2,8 @@
 
 The device keeps the tokens that the host does not know yet, and the next step reads them there. So the host waits once
 a step, and the device has another step to compute meanwhile. If a request turns out to have ended, the next step
-computes one token of it that no output shows. If a step depends on more than the last tokens, for example on penalties
-or on blocks that other requests have to give back, it is chosen after the outcomes are known.
+computes one token of it that no output shows. If a step depends on more than the last tokens, for example on blocks
+that other requests have to give back, it is chosen after the outcomes are known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Generic, Protocol
 
 from kvframe_engine.requests.progress import RequestT
 from kvframe_engine.running.launched_steps import LaunchedStep
-from kvframe_engine.scheduling.scheduler import Scheduler
+from kvframe_engine.scheduling.scheduler import NEEDS_OUTCOMES, Scheduler
 from kvframe_engine.scheduling.step import ScheduledStep
 
 
@@ -28,6 +28,9 @@ class StepPipeline(Generic[RequestT]):
     """Keeps a step on the device while the host works.
 
     Invariant: every request of a step on the device has a row and its blocks. At most two steps are on the device.
+
+    Attributes:
+        waits_for: Why no step was chosen before the outcomes of the last one were known; empty if one was.
     """
 
     def __init__(self, scheduler: Scheduler[RequestT], runner: Launcher[RequestT]) -> None:
@@ -41,6 +44,7 @@ class StepPipeline(Generic[RequestT]):
         self._runner = runner
         self._launched: list[LaunchedStep[RequestT]] = []
         self._without_outcome: set[int] = set()
+        self.waits_for = ""
 
     @property
     def is_unneeded(self) -> bool:
@@ -66,9 +70,14 @@ class StepPipeline(Generic[RequestT]):
     def choose_next(self) -> ScheduledStep[RequestT] | None:
         """Choose the step after the one on the device; None if its outcomes have to be known before."""
         *earlier, launched = self._launched
-        if earlier or not launched.is_late or self._without_outcome:
+        if earlier:
             return None
-        return self._scheduler.schedule_ahead(launched.step)
+        if not launched.is_late or self._without_outcome:
+            self.waits_for = "the output for a request was not numbers" if launched.is_late else NEEDS_OUTCOMES
+            return None
+        step = self._scheduler.schedule_ahead(launched.step)
+        self.waits_for = self._scheduler.waits_for
+        return step
 
     def wait(self) -> None:
         """Wait until the device has computed its first step. If Ctrl-C interrupts it, the steps stay on the device."""

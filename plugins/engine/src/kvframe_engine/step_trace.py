@@ -45,6 +45,8 @@ class TracedStep:
         num_waiting: Requests that waited.
         blocks_held: Per cache group, the blocks that requests and pins hold after it.
         num_evicted: Cached blocks that were evicted for it.
+        waited_for: Why it was chosen after the outcomes of the step before it were known. Empty if it was chosen
+            before, if there was no step before, or if the engine's steps do not overlap.
     """
 
     start: float
@@ -53,6 +55,7 @@ class TracedStep:
     num_waiting: int
     blocks_held: tuple[int, ...]
     num_evicted: int
+    waited_for: str
 
 
 @attrs.frozen
@@ -94,13 +97,14 @@ class StepTrace(Generic[RequestT]):
         self._scheduler = scheduler
         self._manager = manager
         self._began = time.perf_counter()
-        self._started = 0.0
+        # The steps that are not complete: two, if steps overlap.
+        self._scheduled: dict[int, tuple[float, str]] = {}
         self._running: dict[str, RequestT] = {request.request_id: request for request in scheduler.running}
         self._num_evicted = manager.stats.num_evictions
 
-    def note_scheduled(self, step: ScheduledStep[RequestT]) -> None:
-        """Record which requests were preempted and admitted for a step."""
-        self._started = self._now()
+    def note_scheduled(self, step: ScheduledStep[RequestT], waited_for: str = "") -> None:
+        """Record which requests were preempted and admitted for a step, and why it was not chosen earlier."""
+        self._scheduled[id(step)] = self._now(), waited_for
         running = {request.request_id: request for request in self._scheduler.running}
         for request_id, request in self._running.items():
             if request_id not in running and request.finish_reason is None:
@@ -118,6 +122,7 @@ class StepTrace(Generic[RequestT]):
     def note_computed(self, step: ScheduledStep[RequestT]) -> None:
         """Record a step after its outcomes were taken."""
         stats, parts = self._manager.stats, []
+        start, waited_for = self._scheduled.pop(id(step))
         generating = set(step.generating.tolist())
         columns = zip(step.requests, step.num_computed.tolist(), step.num_scheduled.tolist(), strict=True)
         for index, (request, num_computed, num_tokens) in enumerate(columns):
@@ -138,12 +143,13 @@ class StepTrace(Generic[RequestT]):
                 self._running.pop(request.request_id, None)
         self.steps.append(
             TracedStep(
-                start=self._started,
+                start=start,
                 stop=self._now(),
                 parts=tuple(parts),
                 num_waiting=len(self._scheduler.waiting),
                 blocks_held=tuple(stats.blocks_held),
                 num_evicted=stats.num_evictions - self._num_evicted,
+                waited_for=waited_for,
             )
         )
         self._num_evicted = stats.num_evictions

@@ -20,14 +20,19 @@ class Transcript:
         token_ids: The prompt and the generated tokens.
         text_parts: The text, in the parts that were reported.
         logprobs: The log-probability of each generated token, if the params ask for it.
-        top_logprobs: For each generated token, the log-probabilities of the most likely tokens, likewise. Both lists
-            may have further entries for drafts after a request's end.
+        top_logprobs: For each generated token, the log-probabilities of the most likely tokens, likewise.
     """
 
     token_ids: Sequence[int] = ()
     text_parts: list[str] = attrs.field(factory=list)
     logprobs: list[float] = attrs.field(factory=list)
     top_logprobs: list[dict[int, float]] = attrs.field(factory=list)
+
+    def add(self, logprob: float, top_logprobs: dict[int, float]) -> None:
+        """Add the log-probability of the next token, and those of the most likely tokens in its place."""
+        self.logprobs.append(logprob)
+        if top_logprobs:
+            self.top_logprobs.append(top_logprobs)
 
 
 # Not frozen: one is made for each request in each step, and a frozen one takes four times as long.

@@ -257,6 +257,11 @@ class SamplingParams:
         return penalties != (1.0, 0.0, 0.0) or any(bans) or any(other_changes)
 
     @cached_property
+    def has_extras(self) -> bool:
+        """Whether a step does more for them than to choose a token from the logits."""
+        return self.changes_logits or self.logprobs
+
+    @cached_property
     def truncates(self) -> bool:
         """Whether a token is drawn from a part of the vocabulary."""
         return bool(self.top_k) or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1

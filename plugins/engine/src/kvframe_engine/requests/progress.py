@@ -162,8 +162,8 @@ class RequestProgress:
 
     @property
     def needs_outcomes(self) -> bool:
-        """Whether the host reads the model's output for a token of it before the next step can be chosen."""
-        return self.wants_prompt_rows
+        """Whether the host has to know its last token before the model's output is turned into the next one."""
+        return False
 
     @property
     def first_prompt_row(self) -> int:

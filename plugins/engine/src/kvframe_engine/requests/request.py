@@ -33,6 +33,8 @@ class Request(RequestProgress):
         processors: The logits processors that it names, with their states.
         random: Its own source of uniform numbers, one per sampled token.
         uniforms: Its next numbers, as far as they were drawn ahead.
+        next_logprobs: If the params ask for log-probabilities, those of the next tokens that the last step computed,
+            and of the most likely tokens instead of each.
         transcript: What it has produced, for the outputs.
         prompt_token_ids: The prompt for the outputs, copied once for all of them.
         wants_prompt_rows: Whether log-probabilities of its prompt are still to be computed.
@@ -56,6 +58,7 @@ class Request(RequestProgress):
     random: random.Random = attrs.field(init=False)
     uniforms: deque[float] = attrs.field(init=False, factory=deque)
     prompt_token_ids: tuple[int, ...] = attrs.field(init=False)
+    next_logprobs: deque[tuple[float, dict[int, float]]] = attrs.field(init=False, factory=deque)
     transcript: Transcript = attrs.field(init=False)
     known_logprobs: list[float | None] = attrs.field(init=False, factory=list)
     known_top_logprobs: list[dict[int, float] | None] = attrs.field(init=False, factory=list)
@@ -173,8 +176,8 @@ class Request(RequestProgress):
 
     @property
     def needs_outcomes(self) -> bool:
-        """Whether its tokens change its logits, or log-probabilities are wanted, which are computed with its tokens."""
-        return self.params.changes_logits or self.params.logprobs or self.wants_prompt_rows
+        """Whether it names logits processors, which read its tokens on the host."""
+        return bool(self.params.processors)
 
     def draw_ahead(self, num_drawn: int) -> float:
         """Return the uniform number that samples the token ``num_drawn`` tokens after the next one."""
@@ -185,8 +188,8 @@ class Request(RequestProgress):
     def take(self, outcome: int) -> None:
         """Take the next generated token; set ``finish_reason`` if it is the last."""
         self.token_ids.append(outcome)
-        if self.uniforms:
-            self.uniforms.popleft()
+        if self.uniforms or self.next_logprobs:
+            self._use_next()
         if outcome in self.end_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.max_tokens:
@@ -196,6 +199,13 @@ class Request(RequestProgress):
                 self.finish_reason = "error"
             elif self.text_stream.stopped:
                 self.finish_reason = "stop"
+
+    def _use_next(self) -> None:
+        """Use up what was drawn and computed for the token that is taken."""
+        if self.uniforms:
+            self.uniforms.popleft()
+        if self.next_logprobs:
+            self.transcript.add(*self.next_logprobs.popleft())
 
     def read_text(self) -> bool:
         """Turn new tokens into text; return False, with an ``error``, if the tokenizer raises."""

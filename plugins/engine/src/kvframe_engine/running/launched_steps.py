@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, NoReturn, Protocol
+from typing import Any, Generic, NoReturn, Protocol
 
 import attrs
 import numpy as np
@@ -13,28 +13,38 @@ from kvframe.contract.order import IntArray
 from kvframe_engine.graphs.device_graphs import Output
 from kvframe_engine.graphs.step_graphs import Forward
 from kvframe_engine.requests.progress import RequestT
+from kvframe_engine.running.next_tokens import to_device
 from kvframe_engine.scheduling.step import ScheduledStep
 
 
 class HostCopy:
-    """A copy of a step's tokens on the host, which arrives when the device has computed the step."""
+    """A copy on the host of what a step results in, which arrives when the device has computed the step."""
 
-    def __init__(self, token_ids: torch.Tensor) -> None:
-        """Queue the copy: ``[n], int64, device``."""
+    def __init__(self, results: Sequence[torch.Tensor]) -> None:
+        """Queue one copy of all results: tensors on one device, of whole numbers below ``2**53`` or of floats."""
+        self._forms = [(result.shape, result.dtype) for result in results]
+        (packed, *others) = results
+        if others:
+            packed = torch.cat([result.reshape(-1).double() for result in results])
         self._arrived = None
-        self._copy = token_ids
-        if token_ids.is_cuda:
-            self._copy = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
-            self._copy.copy_(token_ids, non_blocking=True)
+        self._copy = packed
+        if packed.is_cuda:
+            self._copy = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._copy.copy_(packed, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def wait(self) -> list[int]:
-        """Wait for the device, and return the tokens."""
+    def wait(self) -> None:
+        """Wait for the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        token_ids: list[int] = self._copy.tolist()
-        return token_ids
+
+    def numbers(self) -> list[list[Any]]:
+        """Wait for the device, and return the numbers of each result."""
+        self.wait()
+        results = self._copy.reshape(-1).split([shape.numel() for shape, _ in self._forms])
+        forms = zip(results, self._forms, strict=True)
+        return [result.to(dtype).view(shape).tolist() for result, (shape, dtype) in forms]
 
 
 class Late(Protocol):
@@ -84,19 +94,18 @@ class LastTokens:
         """Return a forward that reads the tokens which the host does not know, and then computes ``forward``."""
 
         def read_and_compute(token_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> Output:
-            last_tokens = self._tokens.index_select(0, (-1 - token_ids).clamp(min=0))
-            return forward(torch.where(token_ids < 0, last_tokens, token_ids), positions, logits_indices)
+            return forward(self.read(token_ids), positions, logits_indices)
 
         return read_and_compute
 
-    @staticmethod
-    def names_of(rows: IntArray) -> IntArray:
-        """Return what stands on the host for the tokens of rows: ``[n]``."""
-        return -1 - rows
+    def read(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return token ids, ``[n], int64, device``, with the tokens in place of their names."""
+        last_tokens = self._tokens.index_select(0, (-1 - token_ids).clamp(min=0))
+        return torch.where(token_ids < 0, last_tokens, token_ids)
 
-    def store(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def store(self, rows: IntArray, token_ids: torch.Tensor) -> None:
         """Store the tokens of rows, ``[n], int64, device``; a token that could not be sampled is stored as token 0."""
-        self._tokens.index_copy_(0, rows, token_ids.clamp(min=0))
+        self._tokens.index_copy_(0, to_device(torch.from_numpy(rows), self.device), token_ids.clamp(min=0))
 
 
 @attrs.frozen(eq=False)
@@ -132,9 +141,12 @@ class LaunchedStep(Generic[RequestT]):
         return cls(step, False, fail, fail, error)
 
 
-def places_after(running: ScheduledStep[RequestT] | None, rows: IntArray) -> list[int] | None:
-    """Return for each row how many tokens a running step samples for it, 0 or 1; None if no step runs."""
-    if running is None:
-        return None
-    places: list[int] = np.isin(rows, running.rows[running.generating]).astype(int).tolist()
-    return places
+def names_of(rows: IntArray) -> IntArray:
+    """Return what stands on the host for the last tokens of rows that it does not know: ``[n]``."""
+    return -1 - rows
+
+
+def names_of_unknown(running: ScheduledStep[RequestT], rows: IntArray) -> list[list[int]]:
+    """Return for each row the names of the tokens that a running step samples for it: one name, or none."""
+    is_sampled = np.isin(rows, running.rows[running.generating]).tolist()
+    return [[name] if sampled else [] for name, sampled in zip(names_of(rows).tolist(), is_sampled, strict=True)]

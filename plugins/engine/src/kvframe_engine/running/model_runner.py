@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, compress
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -23,19 +24,19 @@ from kvframe_engine.running.launched_steps import (
     LastTokens,
     LaunchedStep,
     Submit,
-    places_after,
+    names_of,
+    names_of_unknown,
     submit_now,
 )
-from kvframe_engine.running.logits_processors import process_logits
-from kvframe_engine.running.next_tokens import (
-    Draws,
-    accept_drafts,
-    add_logprobs,
-    sample,
-    sample_on_device,
-    to_device,
-    token_logprobs,
+from kvframe_engine.running.logits_processors import (
+    ChangedRow,
+    ReadTokens,
+    changed_rows,
+    process_logits,
+    run_processors,
 )
+from kvframe_engine.running.logprobs import StepLogprobs
+from kvframe_engine.running.next_tokens import Draws, accept_drafts, sample_on_device, to_device
 from kvframe_engine.scheduling.step import Outcomes, PackedStep, ScheduledStep
 
 SkipPolicy = Callable[[StepBatch], bool]
@@ -364,8 +365,8 @@ class TokenRunner(ModelRunner):
     def launch(self, step: ScheduledStep[Request], running: ScheduledStep[Request] | None) -> LaunchedStep[Request]:
         """Give a step to the device, and do not wait for its tokens if the next step can be chosen without them.
 
-        The host needs the tokens at once if a request's logits are changed by its own tokens, or log-probabilities are
-        wanted: such a step is computed as by ``run``.
+        The host needs the tokens at once if a request names logits processors, which read them: such a step is computed
+        as by ``run``.
 
         Args:
             step: The step. It may continue requests of the running one, whose tokens the device has.
@@ -377,24 +378,23 @@ class TokenRunner(ModelRunner):
         assert self.last_tokens is not None
         last_tokens, packed = self.last_tokens, self.pack(step)
         self.packed, inputs = packed, new_inputs_of(step) if self.input_lens else NO_NEW_INPUTS
-        requests = list(compress(packed.requests, packed.is_sampled))
-        rows = packed.rows[packed.is_sampled]
-        positions = (packed.num_computed + packed.query_lens)[packed.is_sampled]
-        draws = Draws.of(requests, places_after(running, rows), self.device)
-        self.tokens[rows, positions] = last_tokens.names_of(rows)
-        rows_there = to_device(torch.from_numpy(rows), self.device)
+        sampling = Sampling.of(packed, self.tokens, self.device, running)
+        rows, positions = sampling.rows, sampling.num_known
+        self.tokens[rows, positions] = names_of(rows)
 
-        def compute() -> torch.Tensor:
+        def compute() -> HostCopy:
             logits = self.forward(packed, inputs)
             with torch.inference_mode():
-                token_ids = sample_on_device(logits, draws)
-                last_tokens.store(rows_there, token_ids)
-            return token_ids
+                results = sampling.sample(logits, last_tokens.read)
+                last_tokens.store(rows, results[0])
+                return HostCopy(results)
 
-        copy = self.submit(lambda: HostCopy(compute()))
+        copy = self.submit(compute)
 
         def outcomes() -> Sequence[int]:
-            token_ids = copy.result().wait()
+            token_ids: list[int]
+            token_ids, *logprobs = copy.result().numbers()
+            sampling.give_logprobs(logprobs)
             self.tokens[rows, positions] = token_ids
             return token_ids if packed.sampled_order is None else [token_ids[index] for index in packed.sampled_order]
 
@@ -405,85 +405,184 @@ class TokenRunner(ModelRunner):
         if self.hidden_states is not None:
             self.hidden_states.clear()
         logits = self.forward(packed, new_inputs_of(step) if self.input_lens else NO_NEW_INPUTS)
-        if len(packed.prompt_rows):
-            self._add_prompt_logprobs(packed, logits)
-            logits = logits[self.to_device(packed.sampled)]
-        if not len(packed.sampled):
-            return []
-        requests, rows = packed.requests, packed.rows
-        if not packed.is_sampled.all():
-            requests = list(compress(requests, packed.is_sampled))
-            rows = rows[packed.is_sampled]
-        num_known = (packed.num_computed + packed.query_lens)[packed.is_sampled]
-        drafts = list(compress(packed.drafts, packed.is_sampled)) if packed.drafts else None
-        processed = logits
-        if any(request.params.changes_logits for request in requests):
-            processed = process_logits(logits, requests, drafts)
-        if drafts is not None:
-            runs = accept_drafts(processed, requests, drafts)
+        sampling = Sampling.of(packed, self.tokens, self.device)
+        token_ids, *logprobs = [result.tolist() for result in sampling.sample(logits)]
+        sampling.give_logprobs(logprobs)
+        if not sampling.drafts:
             if self.hidden_states is not None:
-                self._keep_hidden_states(packed, requests, runs, [1 + len(each) for each in drafts])
-            if any(request.params.logprobs for request in requests):
-                add_logprobs(logits, requests, runs, [1 + len(each) for each in drafts])
-            num_new = np.array([len(run) for run in runs])
-            first = num_known - np.array([len(each) for each in drafts])
-            places = np.arange(int(num_new.sum())) + np.repeat(first + num_new - np.cumsum(num_new), num_new)
-            self.tokens[np.repeat(rows, num_new), places] = [*chain.from_iterable(runs)]
-            return runs if packed.sampled_order is None else [runs[index] for index in packed.sampled_order]
-        token_ids = sample(processed, requests)
+                self._keep_hidden_states(packed, sampling, [[each] for each in token_ids])
+            self.tokens[sampling.rows, sampling.num_known] = token_ids
+            return token_ids if packed.sampled_order is None else [token_ids[index] for index in packed.sampled_order]
+        runs = accept_drafts(token_ids, sampling.drafts)
         if self.hidden_states is not None:
-            self._keep_hidden_states(packed, requests, [[each] for each in token_ids], [1] * len(requests))
-        if any(request.params.logprobs for request in requests):
-            add_logprobs(logits, requests, [[each] for each in token_ids], [1] * len(requests))
-        self.tokens[rows, num_known] = token_ids
-        return token_ids if packed.sampled_order is None else [token_ids[index] for index in packed.sampled_order]
+            self._keep_hidden_states(packed, sampling, runs)
+        num_new = np.array([len(run) for run in runs])
+        first = sampling.num_known - np.array([len(each) for each in sampling.drafts])
+        places = np.arange(int(num_new.sum())) + np.repeat(first + num_new - np.cumsum(num_new), num_new)
+        self.tokens[np.repeat(sampling.rows, num_new), places] = [*chain.from_iterable(runs)]
+        return runs if packed.sampled_order is None else [runs[index] for index in packed.sampled_order]
 
     def _keep_hidden_states(
-        self,
-        packed: PackedStep[Request],
-        requests: Sequence[Request],
-        runs: Sequence[Sequence[int]],
-        num_rows: Sequence[int],
+        self, packed: PackedStep[Request], sampling: Sampling, runs: Sequence[Sequence[int]]
     ) -> None:
         """Keep a row for each new token of each request: copies, because the next step overwrites those of a graph.
 
         Args:
             packed: The step.
-            requests: The requests that get tokens.
-            runs: Their new tokens, which follow the first of their rows.
-            num_rows: How many sampled rows each has.
+            sampling: What its tokens were sampled with.
+            runs: The new tokens of each request, which follow the first of its rows.
         """
+        if not runs:
+            return
         assert self.hidden_states is not None
         assert self.hidden_rows is not None
         rows, counts = self.hidden_rows, [sum(token >= 0 for token in run) for run in runs]
+        num_rows = [1 + len(each) for each in sampling.drafts] or [1] * len(runs)
         starts = np.cumsum(num_rows) - num_rows
         sampled_indices = np.concatenate(
             [np.arange(count) + start for start, count in zip(starts, counts, strict=True)]
         )
         hidden_states = rows.index_select(0, self.to_device(packed.sampled[sampled_indices]))
-        for request, part in zip(requests, hidden_states.split(counts), strict=True):
+        for request, part in zip(sampling.requests, hidden_states.split(counts), strict=True):
             if len(part):
                 self.hidden_states[request.request_id] = part
         self.hidden_rows = None
 
-    def _add_prompt_logprobs(self, packed: PackedStep[Request], logits: torch.Tensor) -> None:
-        following = self.tokens[packed.rows[packed.prompt_requests], packed.prompt_positions + 1]
-        indices, counts = np.unique(packed.prompt_requests, return_counts=True)
-        requests = [packed.requests[index] for index in indices.tolist()]
-        values, top_ids, top_values = token_logprobs(
-            logits,
-            self.to_device(packed.prompt_rows),
-            self.to_device(following),
-            max(request.num_top_prompt_logprobs for request in requests),
+
+@attrs.frozen(eq=False)
+class Sampling:
+    """What the tokens of a step are sampled with; the device needs nothing else but the logits.
+
+    Attributes:
+        requests: The requests that get tokens.
+        rows: ``[n], int64, host``: their rows in the block tables.
+        num_known: ``[n], int64, host``: the number of tokens of each, drafts included, before those it gets.
+        drafts: The drafts of each; empty if the step has none.
+        draws: The rows of logits whose tokens are drawn.
+        extras: What only some requests ask for; None if no request does.
+    """
+
+    requests: Sequence[Request]
+    rows: IntArray
+    num_known: IntArray
+    drafts: Sequence[Sequence[int]]
+    draws: Sequence[Draws]
+    extras: Extras | None
+
+    @classmethod
+    def of(
+        cls,
+        packed: PackedStep[Request],
+        tokens: IntArray,
+        device: torch.device,
+        running: ScheduledStep[Request] | None = None,
+    ) -> Sampling:
+        """Read what requests ask for.
+
+        Args:
+            packed: The step.
+            tokens: ``[max_num_seqs, max_model_len], int64, host``: the tokens of each row of the block tables.
+            device: Where the logits will be.
+            running: The step before, if its tokens are not known.
+        """
+        requests, rows, drafts = packed.requests, packed.rows, packed.drafts
+        num_known, extras = packed.num_computed + packed.query_lens, None
+        if not packed.is_sampled.all():
+            requests, rows = list(compress(requests, packed.is_sampled)), rows[packed.is_sampled]
+            num_known, drafts = num_known[packed.is_sampled], list(compress(drafts, packed.is_sampled))
+        names = [] if running is None else names_of_unknown(running, rows)
+        owners, num_drawn = _owners_of_rows(requests, drafts) if drafts else (requests, [len(own) for own in names])
+        if len(packed.prompt_rows) or any(request.params.has_extras for request in requests):
+            extras = Extras.of(packed, requests, owners, drafts, names, tokens, device)
+        return cls(requests, rows, num_known, drafts, Draws.of(owners, num_drawn, device), extras)
+
+    def sample(self, logits: torch.Tensor, read_tokens: ReadTokens = lambda token_ids: token_ids) -> list[torch.Tensor]:
+        """Return the tokens, ``[num_sampled], int64, device``, then what log-probabilities are read from.
+
+        The host waits for nothing unless a request names logits processors.
+
+        Args:
+            logits: ``[num_rows, vocab_size], device``: those of the step.
+            read_tokens: Reads the tokens that the host has names for.
+        """
+        if self.extras is not None:
+            return self.extras.sample(logits, self.draws, read_tokens)
+        return [sample_on_device(logits, self.draws)]
+
+    def give_logprobs(self, numbers: Sequence[Any]) -> None:
+        """Give requests their log-probabilities, from the numbers of what ``sample`` returns after the tokens."""
+        if numbers:
+            assert self.extras is not None
+            assert self.extras.logprobs is not None
+            self.extras.logprobs.give(*numbers)
+
+
+@attrs.frozen(eq=False)
+class Extras:
+    """What only some requests of a step ask for: changed logits, and log-probabilities.
+
+    Attributes:
+        changed: The rows of logits that parameters change.
+        processors: Lets the processors of plugins change logits; None if no request names one.
+        sampled: ``[num_rows], int64, device``: the logits rows that tokens are sampled from; None for all.
+        logprobs: The log-probabilities that are asked for; None for none.
+    """
+
+    changed: Sequence[ChangedRow]
+    processors: Callable[[torch.Tensor], None] | None
+    sampled: torch.Tensor | None
+    logprobs: StepLogprobs | None
+
+    @classmethod
+    def of(
+        cls,
+        packed: PackedStep[Request],
+        requests: Sequence[Request],
+        owners: Sequence[Request],
+        drafts: Sequence[Sequence[int]],
+        names: Sequence[Sequence[int]],
+        tokens: IntArray,
+        device: torch.device,
+    ) -> Extras:
+        """Read what requests ask for.
+
+        Args:
+            packed: The step.
+            requests: The requests that get tokens.
+            owners: The request of each row that a token is sampled from.
+            drafts: The drafts of each request; empty if the step has none.
+            names: For each request, the names of the tokens that the host does not know; empty if it knows all.
+            tokens: As for ``Sampling.of``.
+            device: As for ``Sampling.of``.
+        """
+        has_prompt_rows = len(packed.prompt_rows) > 0
+        wants_logprobs = has_prompt_rows or any(request.params.logprobs for request in requests)
+        has_processors = any(request.processors for request in requests)
+        return cls(
+            changed_rows(requests, drafts, names),
+            partial(run_processors, requests=requests, drafts=drafts) if has_processors else None,
+            to_device(torch.from_numpy(packed.sampled), device) if has_prompt_rows else None,
+            StepLogprobs(packed, owners, tokens, device) if wants_logprobs else None,
         )
-        stop = 0
-        for request, count in zip(requests, counts.tolist(), strict=True):
-            start, stop, num_top = stop, stop + count, request.num_top_prompt_logprobs
-            tops = zip(top_ids[start:stop], top_values[start:stop], strict=True)
-            request.add_prompt_logprobs(
-                values[start:stop],
-                [dict(zip(ids[:num_top], likely[:num_top], strict=True)) for ids, likely in tops] if num_top else (),
-            )
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draws], read_tokens: ReadTokens) -> list[torch.Tensor]:
+        """Return what ``Sampling.sample`` returns."""
+        processed = sampled = logits if self.sampled is None else logits.index_select(0, self.sampled)
+        if self.changed:
+            processed = process_logits(sampled, self.changed, read_tokens)
+        if self.processors is not None:
+            self.processors(processed)
+        token_ids = sample_on_device(processed, draws)
+        return [token_ids] if self.logprobs is None else [token_ids, *self.logprobs.compute(logits, sampled, token_ids)]
+
+
+def _owners_of_rows(
+    requests: Sequence[Request], drafts: Sequence[Sequence[int]]
+) -> tuple[Sequence[Request], Sequence[int]]:
+    """Return the request of each sampled row, and how many uniform numbers of it the rows before use."""
+    counts = [1 + len(own) for own in drafts]
+    owners = [request for request, count in zip(requests, counts, strict=True) for _ in range(count)]
+    return owners, [index for count in counts for index in range(count)]
 
 
 def new_inputs_of(step: ScheduledStep[RequestT]) -> Mapping[str, Mapping[int, ModelInput]]:

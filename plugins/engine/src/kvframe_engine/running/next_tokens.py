@@ -21,9 +21,7 @@ FAILED = -1
 """In place of a token: the request's logits are not numbers."""
 
 
-def accept_drafts(
-    logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]
-) -> list[list[int]]:
+def accept_drafts(token_ids: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the tokens that follow each request's known ones: accepted drafts, and the token after them.
 
     A token is sampled from each row of logits, as it would be without drafts: with the uniform number that the request
@@ -32,18 +30,15 @@ def accept_drafts(
     2211.17192) accepts no more of a proposer that gives one token and no probabilities.
 
     Args:
-        logits: ``[num_rows, vocab_size], device``: for each request, the rows of its last known token and its drafts.
-        requests: The requests.
+        token_ids: For each request, the tokens that were sampled from the rows of its last known token and its drafts.
         drafts: The drafts of each, none for some.
 
     Returns:
         For each request its next tokens, at least one unless its logits are not numbers.
     """
-    owners = [request for request, tokens in zip(requests, drafts, strict=True) for _ in range(1 + len(tokens))]
-    token_ids = sample(logits, owners, [index for tokens in drafts for index in range(1 + len(tokens))])
     runs, start = [], 0
     for tokens in drafts:
-        run = token_ids[start : start + 1 + len(tokens)]
+        run = [*token_ids[start : start + 1 + len(tokens)]]
         start += len(run)
         num_accepted = next((index for index, draft in enumerate(tokens) if run[index] != draft), len(tokens))
         run = run[: num_accepted + 1]
@@ -161,46 +156,7 @@ def _greatest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return indices_of_maxima, maxima
 
 
-def add_logprobs(
-    logits: torch.Tensor,
-    requests: Sequence[Request],
-    runs: Sequence[Sequence[int]],
-    num_rows: Sequence[int],
-) -> None:
-    """Give requests that ask for them the log-probabilities of their next tokens.
-
-    Args:
-        logits: ``[num_rows, vocab_size], device``.
-        requests: The requests.
-        runs: The next tokens of each, which follow its first rows of logits; ``FAILED`` for none.
-        num_rows: How many rows of logits each request has.
-    """
-    rows: list[int] = []
-    token_ids: list[int] = []
-    owners: list[Request] = []
-    start = 0
-    for request, run, count in zip(requests, runs, num_rows, strict=True):
-        if request.params.logprobs:
-            run = [token for token in run if token != FAILED]
-            rows += range(start, start + len(run))
-            token_ids += run
-            owners += [request] * len(run)
-        start += count
-    logprobs = logits[rows].log_softmax(dim=-1, dtype=torch.float32)
-    values: list[float] = logprobs[range(len(rows)), token_ids].tolist()
-    num_top = min(max((request.params.top_logprobs for request in owners), default=0), logits.shape[1])
-    top_values, top_ids = (tensor.tolist() for tensor in logprobs.topk(num_top, dim=-1))
-    for index, request in enumerate(owners):
-        request.transcript.logprobs.append(values[index])
-        count = request.params.top_logprobs
-        if count:
-            top = dict(zip(top_ids[index][:count], top_values[index][:count], strict=True))
-            request.transcript.top_logprobs.append(top)
-
-
-def token_logprobs(
-    logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, num_top: int = 0
-) -> tuple[list[float], list[list[int]], list[list[float]]]:
+def token_logprobs(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> torch.Tensor:
     """Return the log-probabilities of some tokens, computed in float32, and of the most likely tokens instead of each.
 
     Args:
@@ -210,16 +166,16 @@ def token_logprobs(
         num_top: How many of the most likely tokens.
 
     Returns:
-        For each token, its log-probability; the ids of the most likely tokens; and their log-probabilities, the
-        greatest first.
+        ``[num_tokens, 1 + 2 * num_top], float64, device``: for each token, its log-probability; the ids of the most
+        likely tokens; and their log-probabilities, the greatest first. There are fewer if the vocabulary is smaller.
     """
     # log_softmax and topk of all rows: selecting some rows first would copy about as much again.
     logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-    values: list[float] = logprobs[rows, token_ids].tolist()
-    if not num_top:
-        return values, [], []
-    top_values, top_ids = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
-    return values, top_ids[rows].tolist(), top_values[rows].tolist()
+    columns = [logprobs[rows, token_ids].unsqueeze(1)]
+    if num_top:
+        top_values, top_ids = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
+        columns += [top_ids[rows], top_values[rows]]
+    return torch.cat([column.double() for column in columns], dim=1)
 
 
 def draw_full(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,9 @@ if TYPE_CHECKING:
     from kvframe_engine.tiers.tiers import Tiers
 
 _log = logging.getLogger("kvframe")
+NEEDS_OUTCOMES = "a request names logits processors, which read its tokens on the host"
+"""Why a step waits for the outcomes of the one before it, if a request of it ``needs_outcomes``."""
+
 NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 
 
@@ -77,6 +80,7 @@ class Scheduler(Generic[RequestT]):
             by rank.
         stats: The counters.
         failed: The requests that ended with an error in ``schedule``, or in a ``complete`` that raised, each once.
+        waits_for: Why ``schedule_ahead`` chose no step the last time; empty if it chose one.
     """
 
     def __init__(
@@ -140,6 +144,7 @@ class Scheduler(Generic[RequestT]):
         self._without_blocks: RequestT | None = None
         # The step that was chosen before the outcomes of the one before it were known; None for none.
         self._ahead: ScheduledStep[RequestT] | None = None
+        self.waits_for = ""
         self.failed: list[RequestT] = []
 
     @property
@@ -229,25 +234,24 @@ class Scheduler(Generic[RequestT]):
             step: The last step that was chosen; none of its outcomes is known.
 
         Returns:
-            None if the next step depends on the outcomes, or on blocks that are not free.
+            None if the next step depends on the outcomes, or on blocks that are not free; ``waits_for`` says on what.
         """
         self._ahead = None
-        waits_for_outcomes = self._drafting is not None or self._pausing or self._choosing
-        is_ranked = bool(self.waiting.queues) and self.waiting.ranks_running
-        if waits_for_outcomes or is_ranked or len(step.requests) < len(self.running):
-            return None
-        has_row = len(self.running) < self._max_num_seqs
-        if has_row and (waiting := self._next_waiting()) is not None and waiting.needs_outcomes:
+        self.waits_for = self._reason_to_wait(step)
+        if self.waits_for:
             return None
         following = step.following(self._max_num_batched_tokens)
         if following is None:
+            self.waits_for = "no request goes on for certain, or the requests exceed a step"
             return None
         try:
             if not self._cache.extend_rows(following.rows, following.num_computed + following.num_scheduled):
+                self.waits_for = "too few blocks are free"
                 return None
         except AssertionError:
             raise
         except BaseException:
+            self.waits_for = "the cache failed"
             return None  # the next call of ``schedule`` finds the request
         admitted: list[RequestT] = []
         counts: list[int] = []
@@ -255,6 +259,19 @@ class Scheduler(Generic[RequestT]):
             self._admit_waiting(budget, admitted, counts, running=step)
         self._ahead = following.with_admitted(admitted, counts)
         return self._ahead
+
+    def _reason_to_wait(self, step: ScheduledStep[RequestT]) -> str:
+        """Return why the step after ``step`` depends on its outcomes; empty if it does not."""
+        if self._pausing or self._choosing:
+            return "a prompt stops before its end"
+        if self.waiting.queues and self.waiting.ranks_running:
+            return "waiting requests may preempt running ones"
+        if len(step.requests) < len(self.running):
+            return "the running requests exceed a step"
+        has_row = len(self.running) < self._max_num_seqs
+        if has_row and (waiting := self._next_waiting()) is not None and waiting.needs_outcomes:
+            return NEEDS_OUTCOMES
+        return ""
 
     def forget_ahead(self) -> None:
         """Forget that a step was chosen ahead: it was not computed, or it is complete."""

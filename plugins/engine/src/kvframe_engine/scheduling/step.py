@@ -181,7 +181,6 @@ class PackedStep(StepBatch, Generic[RequestT]):
         requests: The requests.
         num_wanted: ``[num_reqs]``: the number of logits rows of each request.
         is_sampled: ``[num_reqs], bool``: whether a request gets a token: the step computes its last known one.
-        num_drafts: ``[num_reqs]``: the number of drafts of each request; None if no request has any.
         drafts: The drafts of each request; empty if no request has any.
         sampled: ``[num_sampled]``: the logits rows that tokens are sampled from, in the order of requests: one for each
             request that gets a token, and one for each draft.
@@ -195,7 +194,6 @@ class PackedStep(StepBatch, Generic[RequestT]):
     requests: Sequence[RequestT]
     num_wanted: IntArray
     is_sampled: npt.NDArray[np.bool_]
-    num_drafts: IntArray | None
     drafts: Sequence[Sequence[int]]
     sampled: IntArray
     sampled_order: IntArray | None
@@ -229,10 +227,9 @@ class PackedStep(StepBatch, Generic[RequestT]):
         ends = np.cumsum(num_wanted)
         logits_rows = np.arange(ends[-1])
         is_sampled = num_after >= num_known
-        sampled, num_drafts = (ends - 1)[is_sampled], None
+        sampled = (ends - 1)[is_sampled]
         if drafts:
-            num_drafts = np.array([len(tokens) for tokens in drafts])
-            before = num_drafts[is_sampled]
+            before = np.array([len(tokens) for tokens in drafts])[is_sampled]
             # The rows of a request's last known token and of its drafts are consecutive.
             stops = np.cumsum(before + 1)
             sampled = np.arange(stops[-1] if len(stops) else 0) + np.repeat(sampled + 1 - stops, before + 1)
@@ -248,7 +245,6 @@ class PackedStep(StepBatch, Generic[RequestT]):
             num_wanted=num_wanted,
             generating_indices=logits_rows + np.repeat(np.cumsum(query_lens) - ends, num_wanted),
             is_sampled=is_sampled,
-            num_drafts=num_drafts,
             drafts=drafts,
             sampled=sampled,
             sampled_order=None if order is None else np.argsort(order[is_sampled]),
