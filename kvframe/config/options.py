@@ -243,8 +243,8 @@ class EngineOptions:
         self_check: Whether a model's packed run is compared with its own forward before it serves; an error names the
             part that is wrong.
         overlap: Whether the next step is chosen and launched while the device computes the last one: ``"on"``,
-            ``"off"``, or ``"auto"``: on a device other than the CPU. Steps of several ranks, and with draft tokens,
-            never overlap; ``"on"`` with ``drafts`` is refused.
+            ``"off"``, or ``"auto"``: on a device other than the CPU. Steps with draft tokens never overlap; ``"on"``
+            with ``drafts`` is refused.
     """
 
     scheduling: Use = attrs.field(default=Use(FCFS.name), converter=_as_use, metadata={KIND: "scheduling"})

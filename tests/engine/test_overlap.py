@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,11 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvframe_engine.engine import Engine
 from kvframe_engine.requests.output import RequestOutput
 from kvframe_engine.requests.request import Request, SamplingParams
-from kvframe_engine.running.launched_steps import HostCopy, LastTokens
-from kvframe_engine.running.model_runner import Sampling, TokenRunner
+from kvframe_engine.running.launched_steps import LastTokens
+from kvframe_engine.running.model_runner import Sampling
 from kvframe_engine.scheduling.step import PackedStep, ScheduledStep
 
 from kvframe import Prompt, Stack
@@ -27,22 +24,11 @@ from tests.covering import cover_values
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_processors import Instead
 from tests.models.serving import TinyModel, held_pages, ids
-from tests.support.engines import runner_of, storage_of
+from tests.support.engines import storage_of
+from tests.support.overlap import EXTRAS, call_at_random, on_queue
 from tests.support.plugins import plugin
 
 PROMPTS = [ids(seed, length) for seed, length in enumerate((33, 5, 17, 64, 1, 40, 12, 25))]
-EXTRAS: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.3},
-    {"frequency_penalty": 0.7, "presence_penalty": 0.4, "logprobs": True, "top_logprobs": 3},
-    {},
-    {"no_repeat_ngram_size": 2, "prompt_logprobs": True, "top_logprobs": 2},
-    {"no_repeat_ngram_size": 1, "bad_words_ids": [[5], [7, 9]], "logit_bias": {3: 2.0}},
-    {"logprobs": True, "prompt_logprobs": True},
-    {"min_new_tokens": 20, "begin_suppress_tokens": [1, 2], "suppress_tokens": [4], "min_p": 0.05},
-    {"frequency_penalty": -1.5, "no_repeat_ngram_size": 3, "top_p": 0.8},
-]
-"""What requests ask for beside their next tokens."""
-
 PARAMS = [
     SamplingParams(
         max_new_tokens=4 + 3 * index,
@@ -53,54 +39,6 @@ PARAMS = [
     )
     for index, extras in enumerate(EXTRAS)
 ]
-
-
-class DeviceQueue:
-    """A device with a queue and a thread of its own, which needs some time for each step.
-
-    Attributes:
-        num_queued: Steps that are queued or being computed.
-        queued_at_wait: For each wait of the host, how many steps were queued when it began.
-    """
-
-    def __init__(self, seconds: float = 0.002) -> None:
-        self.num_queued = 0
-        self.queued_at_wait: list[int] = []
-        self._seconds = seconds
-        self._thread = ThreadPoolExecutor(1)
-        self._lock = threading.Lock()
-
-    def submit(self, work: Callable[[], HostCopy]) -> _Queued:
-        with self._lock:
-            self.num_queued += 1
-        return _Queued(self, self._thread.submit(self._compute, work))
-
-    def _compute(self, work: Callable[[], HostCopy]) -> HostCopy:
-        threading.Event().wait(self._seconds)
-        try:
-            return work()
-        finally:
-            with self._lock:
-                self.num_queued -= 1
-
-
-class _Queued:
-    def __init__(self, queue: DeviceQueue, future: Future[HostCopy]) -> None:
-        self._queue, self._future, self._is_waited_for = queue, future, False
-
-    def result(self) -> HostCopy:
-        if not self._is_waited_for:
-            self._is_waited_for = True
-            self._queue.queued_at_wait.append(self._queue.num_queued)
-        return self._future.result()
-
-
-def on_queue(engine: Engine, seconds: float = 0.002) -> DeviceQueue:
-    """Give an engine's steps to a device with a queue of its own."""
-    queue, runner = DeviceQueue(seconds), runner_of(engine)
-    assert isinstance(runner, TokenRunner)
-    runner.submit = queue.submit
-    return queue
 
 
 def check_equal(expected: list[RequestOutput], found: list[RequestOutput]) -> None:
@@ -327,45 +265,18 @@ SCRIPT = "the quick brown fox jumps over the lazy dog"
 PLUGIN = plugin("plugin_of_instead", logits_processors={"instead": Instead})
 
 
-def calls(engine: Engine, seed: int) -> Iterator[None]:
-    """Call an engine's verbs at random."""
-    draw, names = random.Random(seed), []
-    for number in range(24):
-        call = draw.choice(["add", "add", "step", "step", "step", "abort", "reset", "pin", "resize"])
-        if call == "add":
-            names.append(f"request {number}")
-            text = SCRIPT[: draw.randint(1, 20)]
-            params = SamplingParams(
-                max_new_tokens=draw.randint(1, 12),
-                n=draw.choice([1, 1, 2]),
-                stop=draw.choice([(), "w", "ox"]),
-                **draw.choice([{}, {}, *EXTRAS, {"processors": {"instead": {"of": "o", "comes": "a"}}}]),
-            )
-            engine.add_request(text, params, names[-1], owner=draw.choice(["", "", "other"]))
-        elif call == "abort" and names:
-            engine.abort(draw.choice(names))
-        elif call == "reset":
-            engine.reset_prefix_cache()
-        elif call == "pin":
-            engine.unpin(engine.pin_prefix(SCRIPT[: draw.randint(4, 16)]))
-        elif call == "resize":
-            engine.resize_cache(draw.choice(["16KiB", "24KiB"]))
-        yield
-    while engine.has_unfinished:
-        yield
-
-
 @given(st.integers(0, 2**32))
 def test_any_calls_give_the_outputs_of_an_engine_without_overlap(seed: int) -> None:
     results = []
+    extras = [{}, {}, *EXTRAS, {"processors": {"instead": {"of": "o", "comes": "a"}}}]
     for overlap in ("off", "on"):
         ends: dict[tuple[str, int], RequestOutput] = {}
         options: dict[str, Any] = {"max_num_seqs": 3, "audit": True, "plugins": [PLUGIN]}
         with ScriptedModel(SCRIPT).engine(overlap=overlap, **options) as engine:
-            for _ in calls(engine, seed):
-                for output in engine.step() if engine.has_unfinished else ():
-                    if output.finish_reason is not None:
-                        ends[output.request_id, output.sample] = output
+            for output in call_at_random(
+                engine, seed, lambda length: SCRIPT[:length], extras, ("w", "ox"), ("16KiB", "24KiB")
+            ):
+                ends[output.request_id, output.sample] = output
             assert 0 == held_pages(engine)
         results.append(ends)
     off, on = results

@@ -37,6 +37,7 @@ from tests.loading.fake_distributions import FakeSite
 from tests.models.knowing import ANSWERS, Knowing
 from tests.models.serving import GREEDY, PROMPTS, held_pages, make_stack
 from tests.support.engines import fetcher_of, requests_of, runner_of, scheduler_of
+from tests.support.overlap import EXTRAS, DeviceQueue, call_at_random, on_queue
 from tests.support.plugins import plugin
 from tests.support.stores import SHELVES, Shelf, shelf_plugin
 
@@ -47,6 +48,9 @@ STORED = ("llama", "gemma3_text", "deepseek_v2", "mamba2")
 
 ASKED = "KVFRAME_TEST_ASKED"
 """The environment variable with the names of the cases and of the stored families that a run computes."""
+
+QUEUES: list[DeviceQueue] = []
+"""The simulated device of rank 0 of the last engine whose steps overlap."""
 
 MOST_SECONDS = 10
 """How long a rank may stay after the other has ended."""
@@ -102,7 +106,10 @@ class Noting(Knowing):
 
 def engine_of(path: Path, *, plugins: Sequence[ModuleType] = (), **options: Any) -> Engine:
     stack = make_stack(**{"block_size": 4, **options})
-    return Engine.from_pretrained(path, stack=stack, plugins=plugins, poison_freed=True)
+    engine = Engine.from_pretrained(path, stack=stack, plugins=plugins, poison_freed=True)
+    if stack.engine.overlap == "on" and stack.model.graphs == "off":
+        QUEUES[:] = [on_queue(engine, 0.001)]
+    return engine
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -248,6 +255,68 @@ def swap_draft_gemma(folder: Path) -> Result:
     return draft_gemma(folder, preemption="swap", host_memory="1MiB")
 
 
+def overlap_llama(folder: Path, overlap: str = "on") -> Result:
+    """Steps that overlap, of requests that ask for more than their next tokens; the host waits once a step."""
+    params = [
+        SamplingParams(max_new_tokens=5 + 2 * index, temperature=index % 2, seed=index, **extras)
+        for index, extras in enumerate(EXTRAS)
+    ]
+    with engine_of(folder / "llama", max_num_batched_tokens=24, overlap=overlap) as engine:
+        outputs = [*engine.generate(PROMPTS, params), *engine.generate(PROMPTS, params)]
+        return {
+            "tokens": tokens_of(outputs),
+            "likely": [round(value, 2) + 0.0 for output in outputs for value in output.logprobs or ()],
+            "waits": overlap == "off" or len(QUEUES[0].queued_at_wait) == engine.stats().steps,
+            "counts": counts_of(engine),
+        }
+
+
+def overlap_gemma(folder: Path, **options: Any) -> Result:
+    """Windows beside full attention, steps that overlap, requests that are preempted and recomputed."""
+    sizes: Result = {"max_model_len": 96, "max_num_batched_tokens": 24, "memory": share_of(110592), "overlap": "on"}
+    with engine_of(folder / "gemma3_text", **{**sizes, **options}) as engine:
+        params = SamplingParams(max_new_tokens=30, ignore_eos=True, repetition_penalty=1.1)
+        return {"tokens": tokens_of(engine.generate(PROMPTS, params)), "counts": counts_of(engine)}
+
+
+def overlap_swap_gemma(folder: Path) -> Result:
+    """Likewise, preempted and swapped to host memory."""
+    return overlap_gemma(folder, preemption="swap", host_memory="1MiB")
+
+
+def overlap_any_calls(folder: Path, overlap: str = "on") -> Result:
+    """Verbs at random, of an engine whose steps overlap."""
+    ends: Result = {}
+    memory, memories = share_of(110592), [share_of(110592), share_of(221184)]
+    options: Result = {"max_model_len": 40, "max_num_seqs": 3, "max_num_batched_tokens": 16, "overlap": overlap}
+    with engine_of(folder / "llama", memory=memory, **options) as engine:
+        for seed in range(3):
+            for output in call_at_random(engine, seed, lambda length: PROMPTS[7][:length], EXTRAS, (), memories, 40):
+                ends[f"{seed} {output.request_id} {output.sample}"] = [output.finish_reason, *output.token_ids]
+            assert 0 == held_pages(engine)
+    return ends
+
+
+def overlap_interrupt(folder: Path) -> Result:
+    """Ctrl-C while rank 0 waits for its device, and steps after it."""
+    with engine_of(folder / "llama", overlap="on") as engine:
+        on_queue(engine, 0.2)
+        for prompt in PROMPTS[:2]:
+            engine.add_request(prompt, SamplingParams(max_new_tokens=3))
+        tokens: dict[str, list[int]] = {}
+        threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+        num_interrupts = 0
+        while num_interrupts < 2:
+            try:
+                while engine.has_unfinished:
+                    for output in engine.step():
+                        tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                break
+            except KeyboardInterrupt:
+                num_interrupts += 1
+        return {"tokens": tokens, "interrupts": num_interrupts, "held": held_pages(engine)}
+
+
 def serve_latents(folder: Path, family: str = "deepseek_v2") -> Result:
     """Latents, which each rank keeps for its own heads."""
     with engine_of(folder / family, max_num_batched_tokens=48) as engine:
@@ -334,6 +403,11 @@ CASES: Mapping[str, Callable[[Path], Result]] = {
         draft_from_hidden_states,
         serve_gemma,
         swap_gemma,
+        overlap_llama,
+        overlap_gemma,
+        overlap_swap_gemma,
+        overlap_any_calls,
+        overlap_interrupt,
         draft_gemma,
         swap_draft_gemma,
         serve_latents,
@@ -630,7 +704,24 @@ def interrupt(folder: Path) -> Result:
         return {"left": True}
 
 
-def fail_on_rank_0(folder: Path) -> Result:
+def kill_1_overlapping(folder: Path) -> Result:
+    """Kill rank 1 while both serve with steps that overlap."""
+    when_following(1, lambda: threading.Timer(0.3, _die).start())
+    return serve_long(folder, overlap="on")
+
+
+def raise_on_1_overlapping(folder: Path) -> Result:
+    """Let the attention of rank 1 raise while rank 0 waits for its own device."""
+    when_following(1, _break_attention)
+    return serve_long(folder, overlap="on")
+
+
+def fail_on_rank_0_overlapping(folder: Path) -> Result:
+    """As ``fail_on_rank_0``, with steps that overlap."""
+    return fail_on_rank_0(folder, overlap="on")
+
+
+def fail_on_rank_0(folder: Path, **options: Any) -> Result:
     """Let rank 0 fail in a step of two requests out of many, in a thread, and ask its engine for more."""
     found: Result = {}
 
@@ -650,7 +741,8 @@ def fail_on_rank_0(folder: Path) -> Result:
         requests = list(requests_of(engine).values())
         _break_attention()
         try:
-            engine.step()
+            for _ in range(2):  # the tokens of a step that was computed before come first
+                engine.step()
         except RuntimeError as error:
             found["raised"] = str(error)
         found["errors"] = [request.error for request in requests]
@@ -666,7 +758,7 @@ def fail_on_rank_0(folder: Path) -> Result:
         }
         found["held"] = held_pages(engine)
 
-    with engine_of(folder / "llama", max_num_seqs=2) as engine:
+    with engine_of(folder / "llama", max_num_seqs=2, **options) as engine:
         thread = threading.Thread(target=serve, args=(engine,))
         thread.start()
         thread.join(60)
@@ -685,6 +777,7 @@ RUNS: Mapping[str, Callable[[Path], Result]] = {
         kill_0,
         kill_1,
         kill_1_drafting,
+        kill_1_overlapping,
         kill_1_idle,
         kill_1_beside_a_thread,
         stop_1,
@@ -693,6 +786,8 @@ RUNS: Mapping[str, Callable[[Path], Result]] = {
         raise_in_set_up,
         hang_on_1,
         fail_on_rank_0,
+        fail_on_rank_0_overlapping,
+        raise_on_1_overlapping,
         interrupt,
     )
 }

@@ -94,6 +94,21 @@ def test_the_cases_reach_hits_preemption_and_swaps(pairs: Mapping[str, Any], fol
     assert 0 == found["use_verbs"]["graphs after a resize"] < found["use_verbs"]["replays"]
 
 
+def test_steps_that_overlap_give_the_tokens_of_steps_that_do_not(pairs: Mapping[str, Any], folder: Path) -> None:
+    found = pairs["run_cases"]["result"]
+    assert found["overlap_llama"]["waits"]
+    assert on_ranks.overlap_llama(folder, "off")["tokens"] == found["overlap_llama"]["tokens"]
+    expected = on_ranks.overlap_gemma(folder, overlap="off", memory="1MiB")["tokens"]
+    assert [expected] * 2 == [found[case]["tokens"] for case in ("overlap_gemma", "overlap_swap_gemma")]
+    assert 0 < found["overlap_gemma"]["counts"]["preemptions"]
+    assert 0 < found["overlap_swap_gemma"]["counts"]["swaps"]
+    assert 1 == found["overlap_interrupt"]["interrupts"]
+    calls = found["overlap_any_calls"]
+    for name, end in on_ranks.overlap_any_calls(folder, "off").items():
+        if "aborted" not in (end[0], calls[name][0]):
+            assert end == calls[name]
+
+
 @pytest.mark.parametrize("case", keep(["draft_llama", "draft_states"], "draft_llama"))
 def test_drafts_of_another_model_change_no_token(pairs: Mapping[str, Any], case: str) -> None:
     plain, drafted = pairs["run_cases"]["result"]["serve_llama"], pairs["run_cases"]["result"][case]
@@ -213,7 +228,9 @@ def test_three_ranks_for_four_heads_are_refused_in_one_sentence(pairs: Mapping[s
     assert f"over 3 ranks: its layer 'model.layers.0.self_attn' has {expected}" in found["result"]["said"]
 
 
-@pytest.mark.parametrize("run", ["kill_1", "kill_1_drafting", "kill_1_idle", "kill_1_beside_a_thread"])
+@pytest.mark.parametrize(
+    "run", ["kill_1", "kill_1_drafting", "kill_1_overlapping", "kill_1_idle", "kill_1_beside_a_thread"]
+)
 def test_a_rank_that_is_killed_ends_all_with_one_sentence(pairs: Mapping[str, Any], run: str) -> None:
     found = pairs[run]
     assert [71, -9] == found["codes"]
@@ -243,16 +260,19 @@ def test_a_rank_that_answers_and_never_ends_a_step_ends_all_within_the_limit(pai
     assert "" == found["said"][1]
 
 
-@pytest.mark.parametrize("run", ["raise_on_1", "raise_on_1_beside_a_thread", "raise_in_set_up"])
+@pytest.mark.parametrize(
+    "run", ["raise_on_1", "raise_on_1_overlapping", "raise_on_1_beside_a_thread", "raise_in_set_up"]
+)
 def test_a_rank_that_raises_ends_all_with_its_sentence(pairs: Mapping[str, Any], run: str) -> None:
     found = pairs[run]
     assert [71, 71] == found["codes"]
     assert ["kvframe: error: rank 1: RuntimeError: attention is broken\n", ""] == found["said"]
 
 
-def test_an_error_of_rank_0_is_raised_there_and_ends_all_requests(pairs: Mapping[str, Any]) -> None:
-    assert [0, 71] == pairs["fail_on_rank_0"]["codes"]
-    found = pairs["fail_on_rank_0"]["result"]
+@pytest.mark.parametrize("run", ["fail_on_rank_0", "fail_on_rank_0_overlapping"])
+def test_an_error_of_rank_0_is_raised_there_and_ends_all_requests(pairs: Mapping[str, Any], run: str) -> None:
+    assert [0, 71] == pairs[run]["codes"]
+    found = pairs[run]["result"]
     assert "attention is broken" == found["raised"]
     assert [STEP_FAILED] * 2 + ["a step failed on rank 0, so its ranks have ended"] * 6 == found["errors"]
     assert (["error"], 0) == (found["reasons"], found["held"])

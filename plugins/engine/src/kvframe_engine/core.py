@@ -650,7 +650,8 @@ class EngineCore(ABC, Generic[RequestT]):
             with self._turns.let_through():
                 pipeline.wait()
             self._note_completed(*pipeline.complete())
-            if pipeline.is_unneeded:
+            # If the engine was closed because its ranks have ended, no later call completes the second step.
+            if pipeline.is_unneeded or (self.is_closed and pipeline.has_step):
                 self._note_completed(*pipeline.complete())
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not pipeline.is_failed_by(error):

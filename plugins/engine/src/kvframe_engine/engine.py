@@ -20,6 +20,7 @@ from kvframe_engine.pipeline import StepPipeline
 from kvframe_engine.prefixes.fingerprint import fingerprint_of
 from kvframe_engine.prefixes.of_prompts import PromptPrefixes
 from kvframe_engine.prefixes.saved import PrefixFiles, SavedPrefix, checked_path
+from kvframe_engine.ranks.leader import Leader, LeadingTokens
 from kvframe_engine.requests.admission import check_owner, check_salt, check_token_ids, checked_hints, checked_params
 from kvframe_engine.requests.output import RequestOutput
 from kvframe_engine.requests.params import SamplingParams
@@ -355,7 +356,8 @@ class Engine(EngineCore[Request]):
         forward = forward_of(self.model, with_hidden_states=has_heads or self._scheduler.hidden_states is not None)
         last_tokens = None
         if self._overlaps(assembly):
-            last_tokens = LastTokens(self.stack.limits.max_num_seqs, assembly.device)
+            make_last_tokens = partial(LeadingTokens, self._ranks) if isinstance(self._ranks, Leader) else LastTokens
+            last_tokens = make_last_tokens(self.stack.limits.max_num_seqs, assembly.device)
             forward = last_tokens.before(forward)
         max_drafts, usual_steps = self._scheduler.max_drafts, None
         if max_drafts:
@@ -388,7 +390,7 @@ class Engine(EngineCore[Request]):
         """Return whether the next step is chosen while the device computes the last one."""
         overlap = self.stack.engine.overlap
         if not self._scheduler.max_drafts:
-            return self._ranks is None and (overlap == "on" or (overlap == "auto" and assembly.device.type != "cpu"))
+            return overlap == "on" or (overlap == "auto" and assembly.device.type != "cpu")
         if overlap == "on":
             raise StackError(
                 f'{self.stack.source}: engine.overlap = "on" and model.drafts exclude each other: what a step computes '

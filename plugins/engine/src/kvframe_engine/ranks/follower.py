@@ -11,13 +11,16 @@ from functools import partial
 from typing import Any
 
 import attrs
+import torch
 
 from kvframe import BlockTables, HostStorage, KVCachePlan, KVCacheStorage
 from kvframe.contract.errors import KVFrameError, PlanError, shorten
+from kvframe.contract.order import IntArray
 from kvframe_engine.ranks.links import END, RANK_FAILED_EXIT_CODE, Aside, Failure, Link, end_process, packed
 from kvframe_engine.ranks.messages import StepMessage
 from kvframe_engine.ranks.step_limit import StepLimit, late
-from kvframe_engine.running.model_runner import ModelRunner
+from kvframe_engine.running.launched_steps import LastTokens
+from kvframe_engine.running.model_runner import ModelRunner, TokenRunner
 from kvframe_engine.tiers.stored_pages import StoredPages
 
 PATIENCE_SECONDS = 5.0
@@ -106,6 +109,8 @@ class Follower:
             "resize": lambda *size: _resize(storage, runner, *size),
             "can_reserve": lambda *size: self._link.send(packed(_why_too_large(storage, *size))),
         }
+        if isinstance(runner, TokenRunner) and runner.last_tokens is not None:
+            commands["receive_tokens"] = partial(_receive_tokens, runner.last_tokens, limit)
         if host is not None:
             commands |= {"copy_out": host.copy_out, "copy_in": host.copy_in}
         if pages is not None:
@@ -178,6 +183,14 @@ def _run(step: StepMessage, runner: ModelRunner, tables: BlockTables, limit: Ste
     logits_indices = batch.generating_indices if step.logits_indices is None else step.logits_indices
     with limit:
         runner.compute(batch, logits_indices, step.new_inputs)
+
+
+def _receive_tokens(last_tokens: LastTokens, limit: StepLimit, rows: IntArray) -> None:
+    """Store the tokens that rank 0 sampled for rows, from its device, so that the next step can read them."""
+    token_ids = torch.empty(len(rows), dtype=torch.int64, device=last_tokens.device)
+    with limit, torch.inference_mode():
+        torch.distributed.broadcast(token_ids, 0)
+        last_tokens.store(rows, token_ids)
 
 
 def _resized(storage: KVCacheStorage, num_slabs: int, memory_bytes: int) -> KVCachePlan:

@@ -1,7 +1,8 @@
 """Rank 0: it schedules, samples and owns all tables, and sends the other ranks each step and each move of pages.
 
 Only rank 0 has requests. An abort, a pin, a prefix hit or a reset changes its tables alone. The other ranks receive
-the batch of each step with the entries of block tables that have changed, and every copy, swap and move of pages.
+the batch of each step with the entries of block tables that have changed, and every copy, swap and move of pages. If
+steps overlap, the devices of the other ranks receive the sampled tokens from the device of rank 0.
 While their main threads execute that, another thread of each answers what rank 0 asks about page stores.
 """
 
@@ -10,22 +11,23 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 
 from kvframe import BlockTables, HostStorage, KVCachePlan, KVCacheStorage, StepBatch
-from kvframe.contract.errors import PlanError
+from kvframe.contract.errors import EngineError, PlanError
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import ModelInput
 from kvframe.contract.order import IntArray
 from kvframe_engine.ranks.links import END, Aside, Failure, Link, end_process, packed
 from kvframe_engine.ranks.messages import StepMessage, TableEntries
 from kvframe_engine.ranks.step_limit import StepLimit, late
-from kvframe_engine.running.model_runner import ModelRunner
+from kvframe_engine.running.launched_steps import HostCopy, LastTokens, Late
+from kvframe_engine.running.model_runner import ModelRunner, TokenRunner
 
 RANKS_ENDED = "a step failed on rank 0, so its ranks have ended"
 """Why an engine over ranks is closed, without the exception, which may hold a request's data."""
@@ -149,16 +151,23 @@ class Leader:
         entries, compute = TableEntries(tables), runner.compute
 
         def compute_everywhere(batch: StepBatch, logits_indices: IntArray, new_inputs: NewInputs) -> torch.Tensor:
-            try:
-                with limit:
-                    message = StepMessage.of(batch, logits_indices, new_inputs, runner.tokens, entries)
-                    self.send_command("step", message)
-                    return compute(batch, logits_indices, new_inputs)
-            except BaseException as error:
-                self._give_up(error)
-                raise
+            with self._or_give_up(), limit:
+                message = StepMessage.of(batch, logits_indices, new_inputs, runner.tokens, entries)
+                self.send_command("step", message)
+                return compute(batch, logits_indices, new_inputs)
 
         runner.compute = compute_everywhere
+        if isinstance(runner, TokenRunner):
+            submit, runner.wait_limit = runner.submit, limit
+
+            def submit_everywhere(work: Callable[[], HostCopy]) -> Late:
+                def work_or_give_up() -> HostCopy:
+                    with self._or_give_up():
+                        return work()
+
+                return submit(work_or_give_up)
+
+            runner.submit = submit_everywhere
 
     def close(self) -> None:
         """Let the other ranks end. Safe to call twice."""
@@ -172,6 +181,22 @@ class Leader:
                 link.close()
 
     # --- failures -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _or_give_up(self) -> Iterator[None]:
+        """Compute this rank's part of a step in this context: if it raises, the other ranks end.
+
+        Raises:
+            EngineError: The other ranks have ended (``closed``).
+        """
+        if self.is_over:
+            raise EngineError(RANKS_ENDED, code="closed")
+        try:
+            yield
+        except BaseException as error:
+            if not self.is_over:
+                self._give_up(error)
+            raise
 
     def _give_up(self, error: BaseException) -> None:
         """End the other ranks: they wait in the middle of a step that this rank has left."""
@@ -212,6 +237,21 @@ class Leader:
                 answering.start()
                 answering.join(ANSWERING_SECONDS)
             self._end(sentence)
+
+
+class LeadingTokens(LastTokens):
+    """Rank 0's sampled tokens, which the other ranks get from its device, so that the host waits for none of them."""
+
+    def __init__(self, leader: Leader, *arguments: Any) -> None:
+        """Take the arguments of ``LastTokens``."""
+        super().__init__(*arguments)
+        self._leader = leader
+
+    def store(self, rows: IntArray, token_ids: torch.Tensor) -> None:
+        """Store the tokens of rows on every rank."""
+        self._leader.send_command("receive_tokens", rows)
+        torch.distributed.broadcast(token_ids, 0)
+        super().store(rows, token_ids)
 
 
 class LeadingStorage(KVCacheStorage):

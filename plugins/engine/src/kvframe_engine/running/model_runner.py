@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, compress
 from types import MappingProxyType
@@ -326,12 +327,14 @@ class TokenRunner(ModelRunner):
         packed: The batch of the last step.
         last_tokens: Where a launched step leaves its tokens for the next one; None if no step is launched.
         submit: Gives the work of a launched step to the device.
+        wait_limit: The context of a wait for the device.
     """
 
     draft: Drafts | None = None
     packed: StepBatch
     last_tokens: LastTokens | None = None
     submit: Submit = staticmethod(submit_now)
+    wait_limit: AbstractContextManager[object] = nullcontext()
 
     def warm_up(self) -> None:
         """Capture the usual graphs of both models."""
@@ -398,7 +401,11 @@ class TokenRunner(ModelRunner):
             self.tokens[rows, positions] = token_ids
             return token_ids if packed.sampled_order is None else [token_ids[index] for index in packed.sampled_order]
 
-        return LaunchedStep(step, True, lambda: copy.result().wait(), outcomes)
+        def wait() -> None:
+            with self.wait_limit:
+                copy.result().wait()
+
+        return LaunchedStep(step, True, wait, outcomes)
 
     def _run(self, step: ScheduledStep[Request]) -> Outcomes:
         packed = self.packed = self.pack(step)
