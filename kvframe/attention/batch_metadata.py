@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvframe.attention.nested import replace_tensors
 from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.contract.metadata import (
     NO_EXTENSIONS,
@@ -54,6 +55,12 @@ class StepBatch:
     stores_input: Mapping[str, npt.NDArray[np.bool_]] = NO_INPUTS
     range_ends: IntArray | None = None
 
+    def seq_lens(self, sequence: str) -> npt.NDArray[np.int32]:
+        """Return ``[num_reqs], int32``: the tokens that queries see of a sequence: of an input, all of them."""
+        if sequence == TOKENS:
+            return (self.num_computed + self.query_lens).astype(np.int32)
+        return self.input_lens.get(sequence, np.zeros(len(self.rows))).astype(np.int32)
+
     @cached_property
     def max_query_len(self) -> int:
         """The most tokens that a request computes."""
@@ -81,85 +88,60 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
         tables: The groups' block tables, with blocks for every token of the batch and of its inputs.
         device: Where the backends run.
     """
-    is_host = device.type == "cpu"
-
-    def to_device(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if is_host else tensor.to(device, non_blocking=True)
-
-    num_reqs = len(batch.rows)
-    query_start_loc = np.zeros(num_reqs + 1, dtype=np.int32)
+    query_start_loc = np.zeros(len(batch.rows) + 1, dtype=np.int32)
     np.cumsum(batch.query_lens, out=query_start_loc[1:])
     num_tokens = int(query_start_loc[-1])
-    seq_lens = (batch.num_computed + batch.query_lens).astype(np.int32)
     # At least one row, so that no layer is given an empty batch.
     generating = batch.generating_indices if len(batch.generating_indices) else np.array([num_tokens - 1])
-    query_start_loc_cpu, seq_lens_cpu = torch.from_numpy(query_start_loc), torch.from_numpy(seq_lens)
-    generating_cpu = torch.from_numpy(generating)
-    shared_fields: dict[str, Any] = {
-        "query_start_loc": to_device(query_start_loc_cpu),
-        "query_start_loc_cpu": query_start_loc_cpu,
-        "num_reqs": num_reqs,
-        "num_actual_tokens": num_tokens,
-        "max_query_len": batch.max_query_len,
-        "num_generating": len(batch.generating_indices),
-        "generating_indices": to_device(generating_cpu),
-        "generating_indices_cpu": generating_cpu,
-    }
+    query_start_loc_cpu, generating_cpu = torch.from_numpy(query_start_loc), torch.from_numpy(generating)
     extensions = batch.extensions
     if batch.range_ends is not None:
         ends_cpu = torch.from_numpy(batch.range_ends.astype(np.int32))
-        extensions = {**extensions, RANGE_ENDS: Extension(to_device(ends_cpu), Axis.TOKEN, ends_cpu)}
-    # What the queries see of each sequence.
-    fields_of: dict[str, dict[str, Any]] = {
-        TOKENS: {
-            "seq_lens": to_device(seq_lens_cpu),
-            "seq_lens_cpu": seq_lens_cpu,
-            "max_seq_len": int(seq_lens.max()),
-            "causal": True,
-        }
-    }
+        extensions = {**extensions, RANGE_ENDS: Extension(ends_cpu, Axis.TOKEN, ends_cpu)}
+    lens_of: dict[str, torch.Tensor] = {}
     metadata_of: dict[int, CommonAttentionMetadata] = {}
     for stack in tables.stacks:
-        size, sequence = stack.block_size, stack.sequence
-        if sequence not in fields_of:
-            fields_of[sequence] = _seen_of_input(batch, sequence, to_device)
+        is_of_tokens = stack.sequence == TOKENS
+        seq_lens = batch.seq_lens(stack.sequence)
+        lens_cpu = lens_of.setdefault(stack.sequence, torch.from_numpy(seq_lens))
+        max_seq_len = int(seq_lens.max())
         # At least one column, so that no backend is given an empty table.
-        width = max(1, -(-fields_of[sequence]["max_seq_len"] // size))
-        block_tables = to_device(torch.from_numpy(stack.ids[:, batch.rows, :width])).unbind()
-        slots: Sequence[torch.Tensor]
-        if sequence == TOKENS:
-            slots = to_device(torch.from_numpy(_slots(stack, batch.rows, *batch.token_positions))).unbind()
+        width = max(1, -(-max_seq_len // stack.block_size))
+        block_tables = torch.from_numpy(stack.ids[:, batch.rows, :width]).unbind()
+        if is_of_tokens:
+            slots = _slots(stack, batch.rows, *batch.token_positions)
         else:
-            slots = [torch.zeros(num_tokens, dtype=torch.int64, device=device)] * len(stack.groups)
-        for group, block_table, slot_mapping in zip(stack.groups, block_tables, slots, strict=True):
+            slots = np.zeros((len(stack.groups), num_tokens), dtype=np.int64)
+        for group, block_table, slot_mapping in zip(
+            stack.groups, block_tables, torch.from_numpy(slots).unbind(), strict=True
+        ):
             metadata_of[group] = CommonAttentionMetadata(
-                **shared_fields,
-                **fields_of[sequence],
+                query_start_loc=query_start_loc_cpu,
+                query_start_loc_cpu=query_start_loc_cpu,
+                seq_lens=lens_cpu,
+                seq_lens_cpu=lens_cpu,
+                num_reqs=len(batch.rows),
+                num_actual_tokens=num_tokens,
+                max_query_len=batch.max_query_len,
+                max_seq_len=max_seq_len,
                 block_table=block_table,
                 slot_mapping=slot_mapping,
-                block_size=size,
+                block_size=stack.block_size,
+                num_generating=len(batch.generating_indices),
+                generating_indices=generating_cpu,
+                generating_indices_cpu=generating_cpu,
                 # A sequence of an input is in no order.
-                extensions=extensions if sequence == TOKENS else batch.extensions,
+                causal=is_of_tokens,
+                extensions=extensions if is_of_tokens else batch.extensions,
             )
     for group, first_tokens in tables.first_tokens.items():
         first_cpu = torch.from_numpy(first_tokens[batch.rows].astype(np.int32))
-        hidden = {**extensions, SEQ_STARTS: Extension(to_device(first_cpu), Axis.REQUEST, first_cpu)}
+        hidden = {**extensions, SEQ_STARTS: Extension(first_cpu, Axis.REQUEST, first_cpu)}
         metadata_of[group] = attrs.evolve(metadata_of[group], extensions=hidden)
-    return tuple(metadata_of[group] for group in sorted(metadata_of))
-
-
-def _seen_of_input(
-    batch: StepBatch, sequence: str, to_device: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, Any]:
-    """Return the metadata fields that say what queries see of an input sequence: all of it, in no order."""
-    lens = batch.input_lens.get(sequence, np.zeros(len(batch.rows))).astype(np.int32)
-    lens_cpu = torch.from_numpy(lens)
-    return {
-        "seq_lens": to_device(lens_cpu),
-        "seq_lens_cpu": lens_cpu,
-        "max_seq_len": int(lens.max()),
-        "causal": False,
-    }
+    metadata = tuple(metadata_of[group] for group in sorted(metadata_of))
+    if device.type == "cpu":
+        return metadata
+    return replace_tensors(metadata, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 # --- where tokens are stored ------------------------------------------------------------------------------------------

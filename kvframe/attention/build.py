@@ -200,6 +200,7 @@ class MetadataPlan:
             chain = numbers.setdefault((group.sequence, group.wrapper_ids), len(numbers))
             self._readers.append(_Reader(group, index, reuse, chain, group.not_causal))
             self._builders.setdefault(reuse, _Builder.of(group.builder))
+        self._finishes = any(builder.finishes for builder in self._builders.values())
 
     def prepare(self, metadata: Sequence[CommonAttentionMetadata]) -> PreparedStep:
         """Apply every chain, reorder requests for builders that ask for it, and run the builders of the host.
@@ -239,10 +240,10 @@ class MetadataPlan:
         """
         builds, slots = prepared.builds, prepared.slots
         self._run(builds, [build for build in builds if build.common is not None])
-        finished = self._finish(builds)
+        built = self._finish(builds) if self._finishes else [build.built for build in builds]
         return [
             GroupMetadata(
-                finished[index], builds[index].num_rows, builds[index].permutation, slots.get(reader.group.cache_group)
+                built[index], builds[index].num_rows, builds[index].permutation, slots.get(reader.group.cache_group)
             )
             for index, reader in zip(prepared.build_indices, self._readers, strict=True)
         ]

@@ -14,13 +14,16 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.returned import build_all, make_builder
+from kvframe.attention.returned import build_all
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.capture import NotReplayableError
+from kvframe.contract.errors import PluginError
+from kvframe.contract.foreign import safe_repr
 from kvframe.contract.formats import PLAIN, StateTensor
 from kvframe.contract.metadata import DEVICE_FIELDS, CommonAttentionMetadata
 from kvframe.contract.order import IntArray
 from kvframe.contract.specs import AttentionMask, LayerSpec
+from kvframe.loading.claims import find_misdeclared
 from kvframe.planning.memory import allocating
 
 
@@ -113,6 +116,19 @@ def make_backend(
         return backend_class(layers, device, *further)
     inner = backend_class([_as_plain(layer) for layer in layers], device, *further)
     return CopyingBackend(inner, layers, device, scratch)
+
+
+def make_builder(backend: AttentionBackend) -> AttentionMetadataBuilder:
+    """Return a backend's metadata builder.
+
+    Raises:
+        PluginError: It lacks what a builder declares.
+    """
+    builder = backend.make_builder()
+    misdeclared = find_misdeclared(AttentionMetadataBuilder, builder)
+    if misdeclared:
+        raise PluginError(f"it returned {safe_repr(builder)}, which {misdeclared}")
+    return builder
 
 
 def _as_plain(layer: LayerSpec) -> LayerSpec:

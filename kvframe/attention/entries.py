@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -95,13 +95,3 @@ class AttachedEntryLayer:
         if self._step is None or self._step.metadata is not metadata:
             self._step = EntryStep(self._pages, metadata, self._tokens_per_entry)
         return self._step
-
-
-def read_entries(layer: LayerSpec, entries: Mapping[str, AttachedEntryLayer]) -> dict[str, AttachedEntryLayer]:
-    """Return the entries that a layer's backend reads, by their own names.
-
-    Args:
-        layer: The layer.
-        entries: All entries by their full names.
-    """
-    return {} if layer.spec is None else {name: entries[f"{layer.name}/{name}"] for name in layer.spec.entries}

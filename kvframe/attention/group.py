@@ -8,8 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.copies import CopyScratch, make_backend
-from kvframe.attention.returned import make_builder
+from kvframe.attention.copies import CopyScratch, make_backend, make_builder
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.capabilities import Capabilities, Refusal
 from kvframe.contract.capture import GraphCapture

@@ -44,9 +44,11 @@ class AttentionLayer:
         entries: Mapping[str, AttachedEntryLayer] = MappingProxyType({}),
     ) -> None:
         self.spec, self.kv_cache, self.step = spec, kv_cache, step
-        self._entries = entries
-        group = step.group
-        if entries and group.builder.batch_order is not None:
+        group, cache_spec, query = step.group, spec.spec, spec.query
+        assert cache_spec is not None
+        assert query is not None
+        self._entries = {name: entries[f"{spec.name}/{name}"] for name in cache_spec.entries}
+        if self._entries and group.builder.batch_order is not None:
             raise BackendError(
                 f"backend {group.backend_name!r}, of layer {spec.name!r}: it reads entries, and its builder asks for "
                 "an order of requests, which entries do not have; leave its batch_order None"
@@ -55,9 +57,6 @@ class AttentionLayer:
         self._backend, self._backend_name = group.backend, group.backend_name
         self._writes = spec.shares_with is None
         self._head_shape = _head_shape(self._wrapped)
-        cache_spec, query = spec.spec, spec.query
-        assert cache_spec is not None
-        assert query is not None
         self._query_shape = query.num_heads, query.head_size
         self._stored_shapes = None if cache_spec.defines_attention else _stored_shapes(self._wrapped)
         self._inputs = ask(cache_spec, "inputs(query)", lambda: dict(cache_spec.inputs(query)))

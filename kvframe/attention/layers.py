@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import torch
 from kvframe.attention.batch_metadata import StepBatch, build_metadata, input_slots, split_mapping
 from kvframe.attention.build import GroupStep, MetadataPlan, PreparedStep
 from kvframe.attention.copies import CopyScratch
-from kvframe.attention.entries import AttachedEntryLayer, form_entry_groups, read_entries
+from kvframe.attention.entries import AttachedEntryLayer, form_entry_groups
 from kvframe.attention.group import AttentionGroup, form_groups
 from kvframe.attention.layer import AttentionLayer, QueryStoringLayer, stores_queries
 from kvframe.attention.nested import replace_tensors
@@ -100,10 +101,9 @@ class Layers(Mapping[str, AttentionLayer]):
         self.choices = tuple(choices)
         self.local = LocalCaches((), device, max_tokens=0, max_reqs=0) if local is None else local
         self.copies = CopyScratch(device, max_static_copies)
-        self.groups = (
-            *form_groups(attending, choices, grouping, device, self.local.metadata_indices, self.copies),
-            *form_entry_groups([layer for layer in layers if layer.entry_of], grouping, device),
-        )
+        self.groups = form_groups(attending, choices, grouping, device, self.local.metadata_indices, self.copies)
+        if entries := [layer for layer in layers if layer.entry_of is not None]:
+            self.groups += form_entry_groups(entries, grouping, device)
         views = {**views, **self.local.views}
         stored_specs = [layer.spec for layer in layers if layer.spec is not None and layer.name in views]
         states = (tensor for spec in stored_specs for tensor in spec.in_format(PLAIN).state_tensors().values())
@@ -111,7 +111,7 @@ class Layers(Mapping[str, AttentionLayer]):
         keeping = [layer for layer in layers if layer.query is None and layer.name in views and not layer.entry_of]
         self.states = StateLayers(keeping, grouping, views)
         self._keeps_states = bool(keeping)
-        self._staging = Staging(device)
+        self._device, self._is_staged = device, device.type != HOST.type
         self.skipped = tuple(skipped)
         self.kept_rows: torch.Tensor | None = None
         self._steps = tuple(GroupStep(group, index) for index, group in enumerate(self.groups))
@@ -123,7 +123,7 @@ class Layers(Mapping[str, AttentionLayer]):
         }
         self._layers: dict[str, AttentionLayer] = {
             layer.name: (QueryStoringLayer if stores_queries(layer) else AttentionLayer)(
-                layer, views[layer.name] if views else {}, step, read_entries(layer, self.entries)
+                layer, views[layer.name] if views else {}, step, self.entries
             )
             for step in self._steps
             for layer in step.group.layers
@@ -141,7 +141,7 @@ class Layers(Mapping[str, AttentionLayer]):
         sizes = {layer.spec.block_size for layer in attending if layer.spec is not None}
         self._block_sizes = frozenset() if views else frozenset(sizes)
         self._needs_exact = any(group.builder.needs_exact_lens for group in self.groups)
-        self._builds_on_host = self._staging.is_needed and any(group.builder.on_host for group in self.groups)
+        self._builds_on_host = self._is_staged and any(group.builder.on_host for group in self.groups)
         num_cache_groups = len(grouping.groups) + self.local.num_groups
         self._plan = MetadataPlan(self.groups, num_cache_groups, pages, audited=audited)
         choosing = [step for step in self._steps if step.group.wrapped.query and step.group.wrapped.query.choice]
@@ -191,6 +191,11 @@ class Layers(Mapping[str, AttentionLayer]):
         groups = (attrs.evolve(grouping.groups[0], layers=names, stored=stored_specs),)
         return cls(layers, choices, attrs.evolve(grouping, groups=groups), {}, device, tuple(skipped))
 
+    @cached_property
+    def _staging(self) -> Staging:
+        """What brings steps to the device. A host that is the device needs none, unless it captures steps."""
+        return Staging(self._device)
+
     @property
     def capture(self) -> GraphCapture:
         """The batches for which the metadata of all groups can be captured as part of a graph."""
@@ -235,7 +240,7 @@ class Layers(Mapping[str, AttentionLayer]):
                 if extension.values_cpu is not None
             }
             if len(extensions) < len(batch.extensions):
-                device = self._staging.device
+                device = self._device
             else:
                 batch = attrs.evolve(batch, extensions=extensions)
         metadata = build_metadata(batch, tables, device)
@@ -316,7 +321,7 @@ class Layers(Mapping[str, AttentionLayer]):
             assert tables is not None
             slots = input_slots(batch, tables, metadata[0].slot_mapping.device)
         prepared = self._prepare(metadata, states, slots)
-        if self._staging.is_needed:
+        if self._is_staged:
             prepared, inputs = self._staging.to_device((prepared, inputs))
         return self._select(Step(self._plan.build(prepared), inputs, prepared.kept_rows, prepared.states))
 
@@ -338,7 +343,7 @@ class Layers(Mapping[str, AttentionLayer]):
             WrapperError: A wrapper cannot take the step.
         """
         prepared = self._prepare(metadata, states)
-        memory = StagedMemory.of((prepared, inputs), self._staging.device)
+        memory = StagedMemory.of((prepared, inputs), self._device)
         prepared, inputs = self._staging.to_device((prepared, inputs), memory)
         step = Step(self._plan.build(prepared), inputs, prepared.kept_rows, prepared.states)
         return self._select(step.kept_in(memory))

@@ -9,27 +9,13 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.backend import AttentionMetadataBuilder
 from kvframe.contract.capture import NotReplayableError
-from kvframe.contract.errors import BackendError, KVFrameError, PluginError, shown
-from kvframe.contract.foreign import safe_repr, safe_text
+from kvframe.contract.errors import BackendError, KVFrameError, shown
+from kvframe.contract.foreign import safe_text
 from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.loading.claims import find_misdeclared
 
 BuilderT = TypeVar("BuilderT", bound=AttentionMetadataBuilder)
-
-
-def make_builder(backend: AttentionBackend) -> AttentionMetadataBuilder:
-    """Return a backend's metadata builder.
-
-    Raises:
-        PluginError: It lacks what a builder declares.
-    """
-    builder = backend.make_builder()
-    misdeclared = find_misdeclared(AttentionMetadataBuilder, builder)
-    if misdeclared:
-        raise PluginError(f"it returned {safe_repr(builder)}, which {misdeclared}")
-    return builder
 
 
 def build_all(

@@ -137,55 +137,6 @@ def check_copies(copies: Any, is_needed: Sequence[npt.NDArray[np.bool_]]) -> lis
     return indices
 
 
-class TableRows:
-    """The rows of the block tables; of those in ``free``, which belong to no request, the last one is taken next."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-        self.free = list(range(num_rows - 1, -1, -1))
-        self._is_taken = np.zeros(num_rows, dtype=np.int64)
-        # Single numbers are written several times as fast in this.
-        self._taken_flags = self._is_taken.data
-        # A host gives the same rows in most steps: they are not checked again until a row is taken or freed.
-        self._checked: tuple[Any, bytes] | None = None
-
-    def next_free(self) -> int:
-        """Return the row that is taken next; raise a ``RequestError`` (``no_row``) if none is free."""
-        if not self.free:
-            raise RequestError(
-                f"no row of the table is free: there are {self._num_rows}; free a request, swap one out, or ask for a "
-                "greater max_num_seqs",
-                code="no_row",
-            )
-        return self.free[-1]
-
-    def take(self) -> None:
-        """Take the next free row."""
-        self._taken_flags[self.free.pop()], self._checked = 1, None
-
-    def release(self, row: int) -> None:
-        """Make a row free again."""
-        self.free.append(row)
-        self._taken_flags[row], self._checked = 0, None
-
-    def check(self, rows: Any, counts: Any) -> None:
-        """Refuse rows that do not belong to requests, rows given twice, and counts of another number (``bad_rows``)."""
-        try:
-            fingerprint = rows.dtype, rows.tobytes()
-            is_right = rows.ndim == counts.ndim == 1 and len(rows) == len(counts) and counts.dtype.kind == "i"
-            if is_right and fingerprint != self._checked:
-                is_right = not np.count_nonzero(np.bincount(rows, minlength=self._num_rows) > self._is_taken)
-                self._checked = fingerprint if is_right else None
-        except (AttributeError, TypeError, ValueError, MemoryError):  # no arrays, no whole numbers, or too large ones
-            is_right = False
-        if not is_right:
-            raise RequestError(
-                f"the rows {safe_repr(rows)} with {safe_repr(counts)} tokens are refused: give int64 arrays of one "
-                f"length, each row of a request in the table once, as 'row' says it; there are {self._num_rows} rows",
-                code="bad_rows",
-            )
-
-
 def too_many_tokens(num_tokens: int, max_tokens: int) -> RequestError:
     """Return the error of a request for more tokens than the plan's longest request has (``too_long``)."""
     return RequestError(

@@ -85,16 +85,15 @@ class InputIndex:
 
     Attributes:
         entries: By owner number, each input and its pages, 0 for one that is not cached.
-        pool: The pages; set after both are made, because each needs the other.
+        pool: The pages.
         on_stored: Called with an input, the indices of its blocks that became findable, and all its pages; or None.
     """
 
-    def __init__(self, groups: Sequence[PlannedGroup]) -> None:
-        self._groups = groups
+    def __init__(self, groups: Sequence[PlannedGroup], pool: BlockPool) -> None:
+        self._groups, self.pool = groups, pool
         self._owners: dict[InputBlocks, int] = {}
         self.entries: dict[int, tuple[InputBlocks, Pages]] = {}
         self._free_owners: list[int] = []
-        self.pool: BlockPool
         self.on_stored: Callable[[InputBlocks, npt.NDArray[np.intp], Pages], None] | None = None
 
     def find_input(self, blocks: InputBlocks) -> Pages | None:

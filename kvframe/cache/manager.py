@@ -13,7 +13,6 @@ import numpy.typing as npt
 from kvframe.cache.allocation import PageCopier
 from kvframe.cache.arguments import (
     SECRET_BYTES,
-    TableRows,
     check_block_ids,
     check_count,
     check_inputs,
@@ -26,7 +25,7 @@ from kvframe.cache.arguments import (
 )
 from kvframe.cache.audit import audit_each_verb, audit_pool, audit_rows, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows, RowState
-from kvframe.cache.coordinator import KVCacheCoordinator, TokenMover
+from kvframe.cache.coordinator import KVCacheCoordinator, TableRows, TokenMover
 from kvframe.cache.events import NO_INPUTS, EventLog, PageWatcher
 from kvframe.cache.hints import NO_HINTS, Hints, KeptLimit
 from kvframe.cache.host_pages import HostPages
@@ -140,10 +139,8 @@ class KVCacheManager:
         publisher = self._publisher if self.prefix_caching else None
         self._coordinator = KVCacheCoordinator(kinds, numbers, self._pool, publisher, copier)
         self._input_groups = kinds.input_groups
-        self._kinds = kinds
+        self._kinds, self._host_pages = kinds, host_pages
         self.host_tier = None if host_pages is None else HostTier(plan, host_pages, self._pool)
-        host_pool = None if self.host_tier is None else self.host_tier.pool
-        self._swapper = Swapper(kinds, numbers, self._coordinator, self._cache, host_pages, host_pool)
         self._entries: dict[str, Entry] = {}
         self._fresh: dict[int, Entry] = {}
         self._can_fork, self._mover = copier is not None, mover
@@ -403,6 +400,11 @@ class KVCacheManager:
                 f"the request {request_id!r} cannot give up tokens: make its manager with a mover", code="no_mover"
             )
         return self._coordinator.shrink_row(row, self._mover)
+
+    @cached_property
+    def _swapper(self) -> Swapper:
+        host_pool = None if self.host_tier is None else self.host_tier.pool
+        return Swapper(self._kinds, self._numbers, self._coordinator, self._cache, self._host_pages, host_pool)
 
     def swap_out(self, request_id: str) -> bool:
         """Move a request's resident pages of all groups to host memory, and remove the request from the table.
@@ -772,7 +774,7 @@ class KVCacheManager:
     @property
     def stats(self) -> KVCacheStats:
         """The cache's counters, as a copy."""
-        pool, host_pool = self._pool, self._swapper.host_pool
+        pool, host_pool = self._pool, None if self.host_tier is None else self.host_tier.pool
         lookups = [attrs.evolve(counts) for counts in self._lookups]
         token_lookups = [
             counts for counts, group in zip(lookups, self.plan.groups, strict=True) if not group.is_of_input

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -85,12 +86,12 @@ class PrefixCache:
         plan = kinds.plan
         self.tree = RadixTree(kinds.live, kinds.stacks, plan.max_model_len)
         self.publisher = Publisher(self.tree, kinds, numbers)
-        self.inputs = InputIndex(kinds.input_groups)
+        self._input_groups = kinds.input_groups
         on_evicted = self._remove_evicted if kinds.input_groups else self.tree.remove_evicted
         self.pool = BlockPool(
             plan, reserve_slabs=_reserve(plan), on_evicted=on_evicted if is_caching else None, eviction=eviction
         )
-        self.tree.pool = self.inputs.pool = self.pool
+        self.tree.pool = self.pool
         self._is_caching = is_caching
         self._groups = [group for groups in self.tree.groups for group in groups]
         self._live = [[kinds.live[group] for group in groups] for groups in self.tree.groups]
@@ -101,6 +102,11 @@ class PrefixCache:
         needs_last = [live.needs_last for live in kinds.live.values()]
         self._ends_with_match = any(needs_last)
         self._ends_with_pages = self._ends_with_match and not all(needs_last)
+
+    @cached_property
+    def inputs(self) -> InputIndex:
+        """The index of inputs."""
+        return InputIndex(self._input_groups, self.pool)
 
     def _remove_evicted(self, owner: int, groups: int | Groups, indices: Indices) -> None:
         """Remove evicted pages from the index that knows their owner: inputs have negative numbers."""

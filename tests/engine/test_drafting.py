@@ -400,7 +400,7 @@ def test_drafts_keep_to_their_requests_and_rows_of_logits_when_a_step_is_packed_
     packed = PackedStep.of(step, lambda query_lens: np.array([1, 2, 0]))
     assert ([[30, 31], [], []], requests[1]) == (packed.drafts, packed.requests[0])
     assert ([0, 1, 2, 7], [1, 0]) == (packed.sampled.tolist(), list(packed.sampled_order))  # type: ignore[call-overload]
-    assert [3, 4, 5, 6] == packed.prompt_rows.tolist()
+    assert [3, 4, 5, 6] == packed.prompt_rows()[0].tolist()
 
 
 @pytest.mark.parametrize("fails_at", ["propose", "forget"])

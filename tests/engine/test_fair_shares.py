@@ -86,7 +86,8 @@ def test_with_as_many_rows_as_tokens_each_owner_has_tokens() -> None:
 
 def test_nothing_is_preempted_for_a_sample_that_waits_for_another_one() -> None:
     first, second = request("b1", 20), request("b2", 20)
-    first.pause_at, second.forks_from = 19, first
+    first.pause_for_forks(19)
+    second.forks_from = first
     made = scheduler(ForkingCache(), *many("a", 4), seqs=4)
     run(made, 1)
     made.add(first)
@@ -101,7 +102,8 @@ def test_nothing_is_preempted_for_a_sample_that_waits_for_another_one() -> None:
 
 def test_a_sample_that_waits_for_another_one_holds_up_no_request() -> None:
     first, second = request("b1", 60), request("b2", 60)
-    first.pause_at, second.forks_from = 59, first
+    first.pause_for_forks(59)
+    second.forks_from = first
     made = scheduler(ForkingCache(), request("a1", 2, 50), request("a2", 2, 50), seqs=8)
     run(made, 1)
     for each in [first, second, request("a3", 2)]:

@@ -71,8 +71,7 @@ def test_each_wanted_row_is_sampled_from_or_tells_of_the_next_prompt_token(
     assert in_order == list(packed.requests)
     assert [request.row for request in in_order] == packed.rows.tolist()
     assert wanted == packed.generating_indices.tolist()
-    found_rows = zip(packed.prompt_rows, packed.prompt_requests, packed.prompt_positions, strict=True)
-    assert prompt_rows == list(found_rows)
+    assert prompt_rows == list(zip(*packed.prompt_rows(), strict=True))
     generating = [request for request in in_order if request.request_id in sampled]
     assert [sampled[request.request_id] for request in generating] == packed.sampled.tolist()
     assert [request.request_id in sampled for request in in_order] == packed.is_sampled.tolist()

@@ -24,7 +24,7 @@ from kvframe_engine.ranks.agreement import RankSetup, agree
 from kvframe_engine.ranks.environment import ProcessRank, find_rank, stack_of_rank
 from kvframe_engine.ranks.fingerprint import Fingerprint
 from kvframe_engine.ranks.follower import Follower
-from kvframe_engine.ranks.joining import collectives_for, ranks_of
+from kvframe_engine.ranks.joining import collectives_for, join_ranks
 from kvframe_engine.ranks.leader import Leader
 from kvframe_engine.ranks.links import END, Failure, Link, connect, listen, packed
 from kvframe_engine.ranks.messages import TableEntries
@@ -92,8 +92,12 @@ def test_a_rank_whose_gpu_is_not_there_is_refused_before_it_joins(
     second_of_two: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "63")
-    expected = "model.device 'cuda:63' cannot be used"
-    with pytest.raises(StackError, match=expected), ranks_of(Stack.from_mapping({"model": {"device": "cuda"}})):
+    process, expected = find_rank(), "model.device 'cuda:63' cannot be used"
+    assert process is not None
+    with (
+        pytest.raises(StackError, match=expected),
+        join_ranks(process, Stack.from_mapping({"model": {"device": "cuda"}})),
+    ):
         pass
 
 

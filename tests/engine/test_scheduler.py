@@ -195,7 +195,8 @@ def test_a_step_ends_at_each_boundary_of_a_prompt() -> None:
 def test_boundaries_within_a_hit_and_before_a_fork_change_nothing_else() -> None:
     first, second = request("a", 20, first=1), request("b", 20, first=1)
     first.boundaries = second.boundaries = (4, 12)
-    first.pause_at, second.forks_from = 19, first
+    first.pause_for_forks(19)
+    second.forks_from = first
     made = scheduler(ForkingCache(hits={"a": 8}), first, second)
     assert [{"a": 4}, {"a": 7}, {"a": 1, "b": 1}] == run(made, 3)
 

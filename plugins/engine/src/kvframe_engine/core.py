@@ -30,8 +30,9 @@ from kvframe_engine.parts import (
 )
 from kvframe_engine.pipeline import StepPipeline
 from kvframe_engine.prefixes.fingerprint import fingerprint_of
+from kvframe_engine.ranks.environment import find_rank
 from kvframe_engine.ranks.follower import Follower
-from kvframe_engine.ranks.joining import ranks_of
+from kvframe_engine.ranks.joining import join_ranks
 from kvframe_engine.ranks.leader import RANKS_ENDED, Leader
 from kvframe_engine.requests.progress import RequestT, RequestTable
 from kvframe_engine.resizing import resize
@@ -284,7 +285,10 @@ class EngineCore(ABC, Generic[RequestT]):
         **options: Any,
     ) -> Self:
         """Load a model and make an engine with ``options`` for it, on every rank; only rank 0 returns it."""
-        with ranks_of((Stack() if stack is None else stack).with_device()) as (ranks, stack):
+        stack, process = (Stack() if stack is None else stack).with_device(), find_rank()
+        if process is None:
+            return cls(*load_model(path, stack, plugins=plugins, edit=edit), **options)
+        with join_ranks(process, stack) as (ranks, stack):
             engine = cls(*load_model(path, stack, plugins=plugins, edit=edit), ranks=ranks, **options)
             if isinstance(ranks, Follower):
                 assert isinstance(engine._runner, ModelRunner)

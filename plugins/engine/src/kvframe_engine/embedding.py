@@ -17,7 +17,7 @@ from kvframe_engine.assembly import Assembly
 from kvframe_engine.core import EngineCore
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.leader import Leader
-from kvframe_engine.requests.admission import check_owner, check_salt, checked_hints
+from kvframe_engine.requests.admission import checked_sender
 from kvframe_engine.requests.prompt import hints_of_each, owner_of_each, prompts_of, salt_of_each
 from kvframe_engine.running.model_runner import SkipPolicy
 from kvframe_engine.running.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
@@ -266,9 +266,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
     def _add_text(
         self, text: str | Sequence[int], request_id: str | None, cache_salt: str, owner: str, hints: Hints | None
     ) -> list[EmbeddingRequest]:
-        check_salt(cache_salt)
-        check_owner(owner)
-        hints = checked_hints(hints)
+        hints = checked_sender(cache_salt, owner, hints)
         request_id = self._new_id(request_id)
         if isinstance(text, str) and not text.strip():
             raise RequestError("the text is empty", code="empty_prompt")

@@ -21,10 +21,10 @@ from kvframe_engine.prefixes.fingerprint import fingerprint_of
 from kvframe_engine.prefixes.of_prompts import PromptPrefixes
 from kvframe_engine.prefixes.saved import PrefixFiles, SavedPrefix, checked_path
 from kvframe_engine.ranks.leader import Leader, LeadingTokens
-from kvframe_engine.requests.admission import check_owner, check_salt, check_token_ids, checked_hints, checked_params
+from kvframe_engine.requests.admission import MAX_VOCAB_SIZE, check_token_ids, checked_params, checked_sender
 from kvframe_engine.requests.output import RequestOutput
 from kvframe_engine.requests.params import SamplingParams
-from kvframe_engine.requests.processors import Processors
+from kvframe_engine.requests.processors import Processors, Started
 from kvframe_engine.requests.prompt import (
     AnyPrompt,
     hints_of_each,
@@ -33,7 +33,7 @@ from kvframe_engine.requests.prompt import (
     prompts_of,
     salt_of_each,
 )
-from kvframe_engine.requests.request import Request, make_samples
+from kvframe_engine.requests.request import Request, other_samples
 from kvframe_engine.requests.stops import NO_STOPS, StopStrings
 from kvframe_engine.requests.text import TextStream
 from kvframe_engine.running.draft_runner import DraftRunner
@@ -342,7 +342,7 @@ class Engine(EngineCore[Request]):
     def _checked_defaults(self) -> SamplingParams:
         try:
             params = self.default_params()
-            check_token_ids(params, self.model.description.vocab_size)
+            check_token_ids(params, self.model.description.vocab_size or MAX_VOCAB_SIZE)
         except (RequestError, TypeError) as error:
             raise ModelError(
                 f"the sampling parameters of {self.model.description.name} cannot be meant: {error}; correct its "
@@ -431,6 +431,8 @@ class Engine(EngineCore[Request]):
     def _make_graphs(
         self, assembly: Assembly, forward: Forward, usual_steps: Collection[UsualStep] | None = None
     ) -> StepGraphs | None:
+        if self.stack.model.graphs == "off":
+            return None
         return StepGraphs.of(
             self.stack,
             assembly.layers,
@@ -453,41 +455,50 @@ class Engine(EngineCore[Request]):
     ) -> list[Request]:
         """Queue a request, and return all samples of it."""
         params = checked_params(params, self._default_params)
-        check_salt(cache_salt)
-        check_owner(owner)
-        hints = checked_hints(hints)
+        hints = checked_sender(cache_salt, owner, hints)
         request_id = self._new_id(request_id)
         # Reading a prompt may take long, and changes no state.
         with self._turns.let_through():
-            token_ids, inputs = self._admission.admit(prompt, params)
-            num_joint_tokens = self._admission.num_joint_tokens(token_ids)
-            boundaries = self._admission.boundaries(prompt, len(token_ids))
-            stops, has_text = StopStrings(params.stop) if params.stop else NO_STOPS, self._admission.has_text
-            processors_of_samples = (
-                [self._processors.start(params.processors) for _ in range(params.n)] if params.processors else []
-            )
-            decode_stream = self.model.decode_stream
-            if params.special_tokens:
-                decode_stream = partial(decode_stream, special_tokens=True)
-        requests = make_samples(
-            [request_id, *(self._new_id(f"{request_id}/{sample}") for sample in range(1, params.n))],
+            token_ids, prompt_attributes = self._admission.admit(prompt, params)
+            processors: Sequence[tuple[Started, ...]] = [()] * params.n
+            if params.processors:
+                processors = [self._processors.start(params.processors) for _ in processors]
+            start_text = self._text_of(token_ids, params) if self._admission.has_text else None
+        request = self._make_request(
+            request_id,
             token_ids,
-            params,
-            lambda: TextStream(decode_stream, token_ids, stops) if has_text else None,
-            lambda: processors_of_samples.pop() if processors_of_samples else (),
-            forks=bool(self.plan.groups) and not num_joint_tokens,
-            eos_token_ids=self.model.description.eos_token_ids,
-            max_model_len=self._max_model_len,
-            inputs=inputs,
+            params if params.n == 1 else params.of_sample(0),
             cache_salt=cache_salt,
             owner=owner,
             hints=hints,
-            boundaries=boundaries if self._manager.prefix_caching else (),
-            keeps_part=self.plan.keeps_part,
-            num_joint_tokens=num_joint_tokens,
+            text_stream=None if start_text is None else start_text(),
+            processors=processors[0],
+            **prompt_attributes,
         )
+        requests = [request]
+        if params.n > 1:
+            ids = [self._new_id(f"{request_id}/{sample}") for sample in range(1, params.n)]
+            forks = bool(self.plan.groups) and not request.num_joint_tokens
+            requests += other_samples(request, ids, params, start_text, processors, forks=forks)
         self._add(requests)
         return requests
+
+    @cached_property
+    def _make_request(self) -> Callable[..., Request]:
+        """What makes a request of its id, tokens and parameters."""
+        return partial(
+            Request.create,
+            eos_token_ids=self.model.description.eos_token_ids,
+            max_model_len=self._max_model_len,
+            keeps_part=self.plan.keeps_part,
+        )
+
+    def _text_of(self, token_ids: Sequence[int], params: SamplingParams) -> Callable[[], TextStream]:
+        """Return what starts the text of each sample of a prompt."""
+        decode_stream = self.model.decode_stream
+        if params.special_tokens:
+            decode_stream = partial(decode_stream, special_tokens=True)
+        return partial(TextStream, decode_stream, token_ids, StopStrings(params.stop) if params.stop else NO_STOPS)
 
     def _next_of(self, requests: Sequence[Request]) -> RequestOutput | None:
         """Run steps until one of ``requests`` has something to report, and report it; None once all have ended."""

@@ -41,6 +41,7 @@ def make_admission(assembly: Assembly, secret: bytes) -> Admission:
         assembly.stack,
         max_prompt_len=max_prompt_len,
         without_ranges=assembly.layers.without_ranges,
+        caches_prefixes=assembly.setup.caches_prefixes,
     )
 
 

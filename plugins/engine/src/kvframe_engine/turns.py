@@ -178,9 +178,7 @@ class Turn(HeldInterrupts):
 
     def __init__(self, turns: Turns, verb: str, *, runs_when_closed: bool = False) -> None:
         """Prepare a call; ``__enter__`` starts it."""
-        self.verb = verb
-        self.runs_when_closed = runs_when_closed
-        self._turns = turns
+        self._turns, self.verb, self.runs_when_closed = turns, verb, runs_when_closed
 
     def __enter__(self) -> Self:
         """Delay interrupts, and start the turn."""

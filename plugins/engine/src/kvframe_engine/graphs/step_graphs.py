@@ -110,7 +110,7 @@ class StepGraphs:
         usual_steps: Collection[UsualStep] | None = None,
         source: str,
     ) -> StepGraphs | None:
-        """Return the graphs that a stack asks for; None if its steps run without graphs.
+        """Return the graphs that a stack asks for; None if its steps cannot be captured, and it names no sizes.
 
         Args:
             stack: Its limits and its graphs.
@@ -128,8 +128,6 @@ class StepGraphs:
                 of a request are all larger than a step that can be captured has.
         """
         options = stack.model
-        if options.graphs == "off":
-            return None
         if layers.capture is GraphCapture.NEVER:
             why = f"nothing can be captured of {layers.least_captured}"
             if options.graphs == "auto":

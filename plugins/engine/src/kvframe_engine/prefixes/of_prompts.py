@@ -12,7 +12,7 @@ from kvframe import InputSequence, KVCacheManager, Pin
 from kvframe.contract.errors import RequestError
 from kvframe_engine.requests.admission import Admission, check_salt
 from kvframe_engine.requests.params import SamplingParams
-from kvframe_engine.requests.progress import NO_SEQUENCES, input_sequences
+from kvframe_engine.requests.progress import NO_INPUTS, NO_SEQUENCES, input_sequences
 from kvframe_engine.requests.prompt import AnyPrompt, Prompt
 
 JUST_COMPUTE = SamplingParams(max_new_tokens=1, ignore_eos=True)
@@ -104,7 +104,8 @@ class PromptPrefixes:
         """
         check_salt(salt)
         with self._let_through():
-            token_ids, inputs = self._admission.admit(prompt, JUST_COMPUTE)
+            token_ids, attributes = self._admission.admit(prompt, JUST_COMPUTE)
+        inputs = attributes.get("inputs", NO_INPUTS)
         alignment = self._manager.plan.alignment
         kept_tokens = tuple(token_ids[: len(token_ids) // alignment * alignment])
         if not kept_tokens and not inputs:

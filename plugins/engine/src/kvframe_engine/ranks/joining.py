@@ -16,7 +16,7 @@ import torch
 
 from kvframe import Stack
 from kvframe.contract.errors import StackError
-from kvframe_engine.ranks.environment import ProcessRank, find_rank, stack_of_rank
+from kvframe_engine.ranks.environment import ProcessRank, stack_of_rank
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.leader import Leader
 from kvframe_engine.ranks.links import RANK_FAILED_EXIT_CODE, connect, listen
@@ -30,23 +30,20 @@ _numbers = itertools.count()
 
 
 @contextmanager
-def ranks_of(stack: Stack) -> Iterator[tuple[Leader | Follower | None, Stack]]:
+def join_ranks(process: ProcessRank, stack: Stack) -> Iterator[tuple[Leader | Follower, Stack]]:
     """Join the other ranks, and end all ranks if the set-up inside the block fails on one.
 
     Args:
+        process: This process among the ranks.
         stack: What to use.
 
     Yields:
-        This rank; None if this process is alone. And the stack with the device of this rank.
+        This rank, and the stack with its device.
 
     Raises:
         StackError: The stack names the device of one rank for all; or this rank's device cannot be used, or this build
             of torch has nothing that carries collective operations between such devices.
     """
-    process = find_rank()
-    if process is None:
-        yield None, stack
-        return
     stack = stack_of_rank(stack, process)
     ranks = _join(process, stack)
     try:

@@ -43,6 +43,8 @@ class Admission:
         stack: Stack,
         max_prompt_len: int | None = None,
         without_ranges: str | None = None,
+        *,
+        caches_prefixes: bool,
     ) -> None:
         """Keep the limits.
 
@@ -54,6 +56,7 @@ class Admission:
             stack: For the most samples and characters of stop strings.
             max_prompt_len: The most tokens of a prompt, if a prompt must be computed in one step; otherwise None.
             without_ranges: A layer that does not honour bidirectional ranges of prompts, in words; None for none.
+            caches_prefixes: Whether later requests find the prefixes of earlier ones.
 
         Raises:
             ModelError: The tokenizer raises when it decodes an empty list of tokens. Or all prompts of the model are
@@ -70,15 +73,15 @@ class Admission:
             raise
         except BaseException as error:
             raise ModelError(f"the tokenizer of {model.description.name} cannot decode: {safe_text(error)}") from error
-        self._model = model
-        self._options = stack.engine
+        self._model, self._vocab_size = model, model.description.vocab_size or MAX_VOCAB_SIZE
+        self._options, self._caches_prefixes = stack.engine, caches_prefixes
         self.plan = plan
         self._max_model_len = max_model_len
         self._secret = secret
         self._max_prompt_len = max_prompt_len
 
-    def admit(self, prompt: AnyPrompt, params: SamplingParams) -> tuple[list[int], Mapping[str, ModelInput]]:
-        """Return a request's first tokens and its inputs beside them.
+    def admit(self, prompt: AnyPrompt, params: SamplingParams) -> tuple[list[int], dict[str, Any]]:
+        """Return a request's first tokens, and the attributes that it gets from what its prompt has beside them.
 
         Args:
             prompt: Text or token ids, which go to the encoder if the model has one, or a prompt of two parts.
@@ -88,8 +91,22 @@ class Admission:
             RequestError: The request can never be served.
             ModelError: The prompt is text, and the model has no tokenizer.
         """
-        name, sequences = self._model.description.name, self._model.description.max_input_lens
+        description = self._model.description
         self._check_params(params)
+        if not (description.max_input_lens or description.bidirectional_prompts or isinstance(prompt, Prompt)):
+            return self.token_ids(prompt, params), {}
+        token_ids, inputs = self._tokens_and_inputs(prompt, params)
+        attributes = {
+            "inputs": inputs,
+            "num_joint_tokens": self.num_joint_tokens(token_ids),
+            "boundaries": self.boundaries(prompt, len(token_ids)),
+        }
+        return token_ids, attributes
+
+    def _tokens_and_inputs(
+        self, prompt: AnyPrompt, params: SamplingParams
+    ) -> tuple[list[int], Mapping[str, ModelInput]]:
+        name, sequences = self._model.description.name, self._model.description.max_input_lens
         if not sequences:
             if isinstance(prompt, Prompt) and prompt.encoder is not None:
                 raise RequestError(f"{name} has no encoder; give a prompt of text or token ids", code="extra_input")
@@ -141,7 +158,9 @@ class Admission:
                 f"{shown(prompt.boundaries)}",
                 code="bad_boundaries",
             )
-        ends = {end - end % self.plan.alignment for end in stated_ends} if self.plan.groups else set()
+        if not (self._caches_prefixes and self.plan.groups):
+            return ()
+        ends = {end - end % self.plan.alignment for end in stated_ends}
         return tuple(sorted(ends - {0, num_tokens}))
 
     def _prepare(self, sequence: str, value: Any) -> ModelInput | None:
@@ -170,7 +189,6 @@ class Admission:
             params: The limits of the request, and what ends it; None if nothing is generated.
             input_lens: The tokens of its inputs; no inputs unless given.
         """
-        vocab_size, max_len = self._model.description.vocab_size or MAX_VOCAB_SIZE, self._max_model_len
         if isinstance(prompt, str):
             text = _unicode(prompt)
             token_ids = _tokens_of("the tokenizer", lambda: self._model.encode(text))
@@ -180,42 +198,51 @@ class Admission:
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one token", code="empty_prompt")
         self._check_length(len(token_ids), params)
-        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-            wrong_id = next(token for token in token_ids if not 0 <= token < vocab_size)
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            wrong_id = next(token for token in token_ids if not 0 <= token < self._vocab_size)
             raise RequestError(
-                f"{shown(wrong_id)} is not a token id; the model has [0, {vocab_size})", code="bad_token"
+                f"{shown(wrong_id)} is not a token id; the model has [0, {self._vocab_size})", code="bad_token"
             )
-        num_tokens = min(len(token_ids) + (0 if params is None else params.max_new_tokens), max_len)
-        if not (self.plan.longest_fits or self.plan.fits(num_tokens, input_lens or {})):
+        if not self.plan.longest_fits:
+            self._check_fits(len(token_ids) + (0 if params is None else params.max_new_tokens), input_lens or {})
+        return token_ids
+
+    def _check_fits(self, num_tokens: int, input_lens: Mapping[str, int]) -> None:
+        """Raise for a request that does not fit the cache even alone, at its greatest length."""
+        num_tokens = min(num_tokens, self._max_model_len)
+        if not self.plan.fits(num_tokens, input_lens):
             raise RequestError(
                 f"a request of {num_tokens} tokens does not fit the cache of {self.plan.total_bytes} bytes, even "
                 "alone; give more memory or ask for fewer tokens",
                 code="too_large",
             )
-        return token_ids
 
     def _check_params(self, params: SamplingParams) -> None:
         """Raise for params that no request may have, or none of this model."""
-        description, options = self._model.description, self._options
-        if params.n > options.max_samples:
+        if params.n > self._options.max_samples:
             raise bad_params(
-                f"n must be at most {options.max_samples}, not {shown(params.n)}; raise max_samples in the stack's "
-                "[engine]"
+                f"n must be at most {self._options.max_samples}, not {shown(params.n)}; raise max_samples in the "
+                "stack's [engine]"
             )
-        if params.stop and not self.has_text:
+        if params.stop:
+            self._check_stop(params.stop)
+        if params.special_tokens and _ask("the tokenizer", self._model.decode_with_special_tokens, []) is None:
+            raise bad_params(f"{self._model.description.name} cannot show special tokens; leave special_tokens out")
+        check_token_ids(params, self._vocab_size)
+
+    def _check_stop(self, stop: Sequence[str]) -> None:
+        """Raise for stop strings that cannot be found, or are too long altogether."""
+        if not self.has_text:
             raise RequestError(
-                f"{description.name} has no tokenizer, so no stop string can be found; use stop_token_ids",
+                f"{self._model.description.name} has no tokenizer, so no stop string can be found; use stop_token_ids",
                 code="no_tokenizer",
             )
-        if params.special_tokens and _ask("the tokenizer", self._model.decode_with_special_tokens, []) is None:
-            raise bad_params(f"{description.name} cannot show special tokens; leave special_tokens out")
-        num_chars = sum(map(len, params.stop))
-        if num_chars > options.max_stop_chars:
+        num_chars, max_chars = sum(map(len, stop)), self._options.max_stop_chars
+        if num_chars > max_chars:
             raise bad_params(
-                f"the stop strings have {num_chars:,} characters altogether, and may have {options.max_stop_chars:,}; "
-                "raise max_stop_chars in the stack's [engine]"
+                f"the stop strings have {num_chars:,} characters altogether, and may have {max_chars:,}; raise "
+                "max_stop_chars in the stack's [engine]"
             )
-        check_token_ids(params, description.vocab_size)
 
     def _check_length(self, num_tokens: int, params: SamplingParams | None) -> None:
         """Raise for a prompt that is too long.
@@ -224,11 +251,10 @@ class Admission:
             num_tokens: Its tokens.
             params: None if nothing is generated.
         """
-        max_len = self._max_model_len
-        if num_tokens > max_len - (params is not None):
+        if num_tokens > self._max_model_len - (params is not None):
             generated_part = "" if params is None else ", at least one of them generated"
             raise RequestError(
-                f"the prompt has {num_tokens} tokens, but a request has at most {max_len}{generated_part}",
+                f"the prompt has {num_tokens} tokens, but a request has at most {self._max_model_len}{generated_part}",
                 code="prompt_too_long",
             )
         if self._max_prompt_len is not None and num_tokens > self._max_prompt_len:
@@ -263,20 +289,18 @@ def checked_params(params: Any, default: SamplingParams) -> SamplingParams:
     return params
 
 
-def check_owner(owner: object) -> None:
-    """Refuse an owner that is not a string, or is too long, with a ``RequestError`` (``bad_owner``)."""
+def checked_sender(cache_salt: object, owner: object, hints: Any) -> Hints:
+    """Return the hints of a request, ``NO_HINTS`` for None.
+
+    Raises:
+        RequestError: The salt is wrong (``bad_salt``); the owner is not a string, or is too long (``bad_owner``); or
+            the hints are neither ``Hints`` nor None (``bad_hints``).
+    """
+    check_salt(cache_salt)
     if not isinstance(owner, str) or len(owner) > MAX_OWNER_CHARS:
         raise RequestError(
             f"owner must be a string of at most {MAX_OWNER_CHARS:,} characters, not {shown(owner)}", code="bad_owner"
         )
-
-
-def checked_hints(hints: Any) -> Hints:
-    """Return a request's hints: ``NO_HINTS`` for None.
-
-    Raises:
-        RequestError: ``hints`` is neither ``Hints`` nor None (``bad_hints``).
-    """
     if hints is None:
         return NO_HINTS
     if not isinstance(hints, Hints):
@@ -284,21 +308,19 @@ def checked_hints(hints: Any) -> Hints:
     return hints
 
 
-def check_token_ids(params: SamplingParams, vocab_size: int | None) -> None:
-    """Raise a ``RequestError`` (``bad_params``) if parameters name tokens that the model does not have.
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise a ``RequestError`` (``bad_params``) if parameters name tokens that the model does not have."""
+    if params.stop_token_ids:
+        _check_known("stop_token_ids", params.stop_token_ids, vocab_size)
+    if params.changes_logits and params.named_token_ids:
+        name = "logit_bias, bad_words_ids or a list of suppressed tokens"
+        _check_known(name, params.named_token_ids, vocab_size)
 
-    Args:
-        params: The parameters.
-        vocab_size: The model's tokens; None if that is unknown.
-    """
-    limit = vocab_size or MAX_VOCAB_SIZE
-    named = {"stop_token_ids": params.stop_token_ids}
-    if params.changes_logits:
-        named["logit_bias, bad_words_ids or a list of suppressed tokens"] = params.named_token_ids
-    for name, ids in named.items():
-        if ids and not 0 <= min(ids) <= max(ids) < limit:
-            wrong_id = next(token for token in ids if not 0 <= token < limit)
-            raise bad_params(f"{name} holds {shown(wrong_id)}; the model has the tokens [0, {limit})")
+
+def _check_known(name: str, ids: frozenset[int], vocab_size: int) -> None:
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong_id = next(token for token in ids if not 0 <= token < vocab_size)
+        raise bad_params(f"{name} holds {shown(wrong_id)}; the model has the tokens [0, {vocab_size})")
 
 
 def _unicode(text: str) -> str:

@@ -14,24 +14,25 @@ from kvframe_engine.requests.progress import FinishReason
 class Transcript:
     """What a request has produced so far.
 
-    Invariant: each list only grows, so an output refers to it and to its length at that time.
+    Invariant: the text and each list only grow, so an output refers to them and to their lengths at that time.
 
     Attributes:
         token_ids: The prompt and the generated tokens.
-        text_parts: The text, in the parts that were reported.
-        logprobs: The log-probability of each generated token, if the params ask for it.
+        text: The text that was reported.
+        logprobs: The log-probability of each generated token; None unless the params ask for it.
         top_logprobs: For each generated token, the log-probabilities of the most likely tokens, likewise.
     """
 
     token_ids: Sequence[int] = ()
-    text_parts: list[str] = attrs.field(factory=list)
-    logprobs: list[float] = attrs.field(factory=list)
-    top_logprobs: list[dict[int, float]] = attrs.field(factory=list)
+    text: str = ""
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
 
     def add(self, logprob: float, top_logprobs: dict[int, float]) -> None:
         """Add the log-probability of the next token, and those of the most likely tokens in its place."""
+        assert self.logprobs is not None
         self.logprobs.append(logprob)
-        if top_logprobs:
+        if self.top_logprobs is not None:
             self.top_logprobs.append(top_logprobs)
 
 
@@ -71,12 +72,10 @@ class RequestOutput:
     prompt_logprobs: tuple[float | None, ...] | None = None
     prompt_top_logprobs: tuple[Mapping[int, float] | None, ...] | None = None
     cached: FoundPrefix | None = None
-    # What the request has produced, how much of it there was, and which log-probabilities the params ask for.
+    # What the request has produced, and how much of it there was.
     _transcript: Transcript = attrs.field(factory=Transcript)
     _num_generated: int = 0
-    _num_parts: int = 0
-    _has_logprobs: bool = False
-    _has_top_logprobs: bool = False
+    _num_chars: int = 0
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -87,7 +86,7 @@ class RequestOutput:
     @property
     def text(self) -> str:
         """The text of ``token_ids``, cut before a stop string; empty if the model has no tokenizer."""
-        return "".join(self._transcript.text_parts[: self._num_parts])
+        return self._transcript.text[: self._num_chars]
 
     @property
     def logprobs(self) -> tuple[float, ...] | None:
@@ -95,12 +94,14 @@ class RequestOutput:
 
         It comes from the model's logits without temperature. None unless the params ask for it.
         """
-        return tuple(self._transcript.logprobs[: self._num_generated]) if self._has_logprobs else None
+        logprobs = self._transcript.logprobs
+        return None if logprobs is None else tuple(logprobs[: self._num_generated])
 
     @property
     def new_logprobs(self) -> tuple[float, ...] | None:
         """The same for each of ``new_token_ids``."""
-        return tuple(self._transcript.logprobs[self._new]) if self._has_logprobs else None
+        logprobs = self._transcript.logprobs
+        return None if logprobs is None else tuple(logprobs[self._new])
 
     @property
     def top_logprobs(self) -> tuple[Mapping[int, float], ...] | None:
@@ -108,12 +109,14 @@ class RequestOutput:
 
         They are by token id, the most likely first. None unless the params ask for them.
         """
-        return tuple(self._transcript.top_logprobs[: self._num_generated]) if self._has_top_logprobs else None
+        top_logprobs = self._transcript.top_logprobs
+        return None if top_logprobs is None else tuple(top_logprobs[: self._num_generated])
 
     @property
     def new_top_logprobs(self) -> tuple[Mapping[int, float], ...] | None:
         """The same for each of ``new_token_ids``."""
-        return tuple(self._transcript.top_logprobs[self._new]) if self._has_top_logprobs else None
+        top_logprobs = self._transcript.top_logprobs
+        return None if top_logprobs is None else tuple(top_logprobs[self._new])
 
     @property
     def _new(self) -> slice:

@@ -248,6 +248,10 @@ class SamplingParams:
     prompt_logprobs: bool = attrs.field(default=False, validator=_check_flag)
     special_tokens: bool = attrs.field(default=False, validator=_check_flag)
 
+    def of_sample(self, sample: int) -> SamplingParams:
+        """Return the parameters of one of ``n`` samples, as if it were a request of its own."""
+        return attrs.evolve(self, n=1, seed=None if self.seed is None else self.seed + sample)
+
     @cached_property
     def changes_logits(self) -> bool:
         """Whether they change logits before a token is chosen."""

@@ -63,8 +63,9 @@ class RequestProgress:
         trusts_cache: Whether it may start on cached state; False after its output on cached state was not numbers.
         was_started: Whether it was ever admitted.
         cached: What was found of its prompt, or taken from another sample, when it was first admitted; None before.
-        pause_at: Computed tokens at which a step ends, so that other requests can fork from there; 0 for none.
-        boundaries: Computed tokens at which steps end too, ascending, so that each type of state keeps one there.
+        boundaries: Computed tokens at which steps end, ascending: each type of state keeps one there, or other requests
+            fork from there.
+        pause_at: The one of them from which other requests fork; 0 for none.
         keeps_part: Whether its layers keep a part of its prompt, which they choose when the prompt is computed.
         has_chosen: Whether they have chosen. The tokens that they gave up are then computed again only with the whole
             prompt.
@@ -102,8 +103,8 @@ class RequestProgress:
     trusts_cache: bool = True
     was_started: bool = False
     cached: FoundPrefix | None = None
-    pause_at: int = 0
     boundaries: tuple[int, ...] = ()
+    pause_at: int = 0
     keeps_part: bool = False
     has_chosen: bool = False
     num_joint_tokens: int = 0
@@ -132,15 +133,16 @@ class RequestProgress:
     @property
     def last_pause(self) -> int:
         """The last number of computed tokens, before all known ones, at which a step has to end; 0 for none."""
-        return max(self.pause_at, self.boundaries[-1]) if self.boundaries else self.pause_at
+        return self.boundaries[-1] if self.boundaries else 0
+
+    def pause_for_forks(self, num_computed: int) -> None:
+        """End a step at a number of computed tokens, from which other requests fork."""
+        self.pause_at, self.boundaries = num_computed, tuple(sorted({*self.boundaries, num_computed} - {0}))
 
     def stop_after(self, num_computed: int) -> int:
         """Return the number of computed tokens at which a step has to end that begins after ``num_computed``."""
-        stop = len(self.token_ids)
-        if self.boundaries:
-            index = bisect_right(self.boundaries, num_computed)
-            stop = self.boundaries[index] if index < len(self.boundaries) else stop
-        return min(stop, self.pause_at) if num_computed < self.pause_at else stop
+        index = bisect_right(self.boundaries, num_computed)
+        return self.boundaries[index] if index < len(self.boundaries) else len(self.token_ids)
 
     def end_of_step(self, num_computed: int, budget: int) -> int:
         """Return up to which token a step computes it that begins after ``num_computed`` and has ``budget`` tokens.

@@ -46,7 +46,6 @@ class Request(RequestProgress):
         is_unreadable: Whether its tokens could not be turned into text.
         num_reported: Generated tokens that its owner has seen.
         num_reported_chars: Characters of text that its owner has seen.
-        num_chars: Characters of text in the transcript.
     """
 
     params: SamplingParams
@@ -67,7 +66,6 @@ class Request(RequestProgress):
     is_unreadable: bool = False
     num_reported: int = 0
     num_reported_chars: int = 0
-    num_chars: int = 0
 
     @classmethod
     def create(
@@ -78,7 +76,6 @@ class Request(RequestProgress):
         *,
         eos_token_ids: frozenset[int],
         max_model_len: int,
-        boundaries: tuple[int, ...] = (),
         keeps_part: bool = False,
         **attributes: Any,
     ) -> Request:
@@ -90,30 +87,33 @@ class Request(RequestProgress):
             params: How to sample and when to stop.
             eos_token_ids: The model's end tokens.
             max_model_len: The most tokens of any request.
-            boundaries: Tokens of the prompt at which steps end, ascending.
             keeps_part: Whether layers keep a part of the prompt; a step ends with the prompt then.
             attributes: Further attributes.
         """
         num_prompt_tokens = len(prompt_token_ids)
-        return cls(
+        request = cls(
             request_id=request_id,
             token_ids=array("I", prompt_token_ids),
             num_prompt_tokens=num_prompt_tokens,
             params=params,
             end_token_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else eos_token_ids),
             max_tokens=min(num_prompt_tokens + params.max_new_tokens, max_model_len),
-            boundaries=(*boundaries, num_prompt_tokens) if keeps_part else boundaries,
-            keeps_part=keeps_part,
             **attributes,
         )
+        if keeps_part:
+            request.keeps_part, request.boundaries = True, (*request.boundaries, num_prompt_tokens)
+        return request
 
     def __attrs_post_init__(self) -> None:
         """Seed the request's own random source, and keep the prompt."""
         self.random = random.Random(self.params.seed)
         self.transcript = Transcript(self.token_ids)
         self.prompt_token_ids = tuple(self.token_ids[: self.num_prompt_tokens])
-        self.wants_prompt_rows = self.params.prompt_logprobs
-        if self.wants_prompt_rows:
+        if self.params.logprobs:
+            self.transcript.logprobs = []
+            self.transcript.top_logprobs = [] if self.params.top_logprobs else None
+        if self.params.prompt_logprobs:
+            self.wants_prompt_rows = True
             self.add_prompt_logprobs([None], [None])
 
     @property
@@ -224,20 +224,17 @@ class Request(RequestProgress):
 
     def report(self) -> RequestOutput:
         """Return what it has produced, with the text read so far, and mark it as reported."""
-        transcript, params = self.transcript, self.params
-        text = "" if self.text_stream is None else self.text_stream.text
-        num_chars = len(text)
-        if num_chars > self.num_chars:
-            transcript.text_parts.append(text[self.num_chars :])
-            self.num_chars = num_chars
-        num_generated = len(self.token_ids) - self.num_prompt_tokens
+        transcript = self.transcript
+        if self.text_stream is not None:
+            transcript.text = self.text_stream.text
+        num_generated, num_chars = len(self.token_ids) - self.num_prompt_tokens, len(transcript.text)
         # By position: that many named arguments take longer than the rest of this method.
         output = RequestOutput(
             self.asked_id,
             self.sample,
             self.prompt_token_ids,
             tuple(self.token_ids[self.num_prompt_tokens + self.num_reported :]),
-            text[self.num_reported_chars :],
+            transcript.text[self.num_reported_chars :],
             self.finish_reason,
             self.error,
             self.prompt_logprobs,
@@ -245,9 +242,7 @@ class Request(RequestProgress):
             self.cached,
             transcript,
             num_generated,
-            len(transcript.text_parts),
-            params.logprobs,
-            params.logprobs and params.top_logprobs > 0,
+            num_chars,
         )
         self.num_reported, self.num_reported_chars = num_generated, num_chars
         return output
@@ -258,51 +253,39 @@ class Request(RequestProgress):
         self.num_reported_chars -= len(output.new_text)
 
 
-def make_samples(
+def other_samples(
+    first: Request,
     ids: Sequence[str],
-    token_ids: Sequence[int],
     params: SamplingParams,
-    make_text_stream: Callable[[], TextStream | None],
-    start_processors: Callable[[], tuple[Started, ...]],
+    start_text: Callable[[], TextStream] | None,
+    processors: Sequence[tuple[Started, ...]],
     *,
     forks: bool,
-    **shared: Any,
 ) -> list[Request]:
-    """Return the samples of one prompt as requests.
+    """Return the samples of a prompt beside the first one, which has not started.
 
     Args:
-        ids: Their ids, the first one the id that the owner uses.
-        token_ids: The prompt.
-        params: The parameters of the prompt; sample ``i`` has the seed ``seed + i``.
-        make_text_stream: Returns what turns the tokens of one sample into text; None if there is no tokenizer.
-        start_processors: Returns the logits processors of one sample.
-        forks: Whether the other samples fork from the first one, so that the prompt is computed once.
-        shared: Further arguments of ``Request.create``, equal for all samples.
+        first: The first sample.
+        ids: Their ids.
+        params: The parameters of the prompt.
+        start_text: Starts the text of a sample; None if there is no tokenizer.
+        processors: The logits processors of each sample, the first one included.
+        forks: Whether they fork from the first one, so that the prompt is computed once.
     """
-    requests = [
-        Request.create(
-            sample_id,
-            token_ids,
-            sample_params,
-            text_stream=make_text_stream(),
-            processors=start_processors(),
-            asked_id=ids[0],
+    others = [
+        attrs.evolve(
+            first,
+            request_id=sample_id,
             sample=sample,
-            **shared,
+            token_ids=first.token_ids[:],
+            params=params.of_sample(sample),
+            text_stream=None if start_text is None else start_text(),
+            processors=processors[sample],
+            forks_from=first if forks else None,
         )
-        for sample, (sample_id, sample_params) in enumerate(zip(ids, _params_of_each(params), strict=True))
+        for sample, sample_id in enumerate(ids, start=1)
     ]
-    if len(requests) > 1 and forks:
+    if forks:
         # Each sample computes the prompt's last token itself, because it samples from the logits of that token.
-        requests[0].pause_at = len(token_ids) - 1
-        for request in requests[1:]:
-            request.forks_from = requests[0]
-    return requests
-
-
-def _params_of_each(params: SamplingParams) -> list[SamplingParams]:
-    """Return the params of each sample, as if it were a request of its own: sample ``i`` has the seed ``seed + i``."""
-    if params.n == 1:
-        return [params]
-    seeds = [None if params.seed is None else params.seed + index for index in range(params.n)]
-    return [attrs.evolve(params, n=1, seed=seed) for seed in seeds]
+        first.pause_for_forks(first.num_prompt_tokens - 1)
+    return others

@@ -32,11 +32,12 @@ class StepLogprobs:
         rows = [row for row, request in enumerate(requests) if request.params.logprobs]
         self._rows = to_device(torch.tensor(rows, dtype=torch.int64), device)
         self._num_top = max((request.params.top_logprobs for request in self._asking), default=0)
-        indices, counts = np.unique(packed.prompt_requests, return_counts=True)
+        prompt_rows, request_indices, positions = packed.prompt_rows()
+        indices, counts = np.unique(request_indices, return_counts=True)
         self._prompts = [packed.requests[index] for index in indices.tolist()]
         self._counts: list[int] = counts.tolist()
-        following = tokens[packed.rows[packed.prompt_requests], packed.prompt_positions + 1]
-        self._prompt_rows = to_device(torch.from_numpy(packed.prompt_rows), device)
+        following = tokens[packed.rows[request_indices], positions + 1]
+        self._prompt_rows = to_device(torch.from_numpy(prompt_rows), device)
         self._following = to_device(torch.from_numpy(following), device)
         self._num_top_prompt = max((request.num_top_prompt_logprobs for request in self._prompts), default=0)
 

@@ -15,6 +15,7 @@ import torch
 
 from kvframe import BlockTables, Layers, StepBatch, allocating
 from kvframe.contract.errors import ModelError
+from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.order import IntArray
 from kvframe_engine.graphs.step_graphs import Forward, StepGraphs
@@ -170,11 +171,11 @@ class ModelRunner:
         num_joint_tokens: int = 0,
     ) -> None:
         """Store what is known of the request that has a row: its tokens, input lengths, and joint tokens."""
+        self.tokens[row, : len(token_ids)] = token_ids
         if num_joint_tokens:
             self.num_joint_tokens[row] = num_joint_tokens
-        else:
+        elif self.num_joint_tokens:
             self.num_joint_tokens.pop(row, None)
-        self.tokens[row, : len(token_ids)] = token_ids
         for name, lens in self.input_lens.items():
             lens[row] = inputs[name].num_tokens if name in inputs else 0
 
@@ -212,50 +213,65 @@ class ModelRunner:
             )
         if self.num_joint_tokens:
             batch = attrs.evolve(batch, range_ends=self._range_ends(batch))
-        num_tokens = len(batch.token_positions[1])
         logits_indices = batch.generating_indices if wants_logits else NONE_WANTED
-        if self._layers.skipped and len(logits_indices) < num_tokens and not self._may_skip(batch):
-            batch = attrs.evolve(batch, generating_indices=np.arange(num_tokens))
+        if self._layers.skipped:
+            num_tokens = len(batch.token_positions[1])
+            if len(logits_indices) < num_tokens and not self._may_skip(batch):
+                batch = attrs.evolve(batch, generating_indices=np.arange(num_tokens))
         return self.compute(batch, logits_indices, new_inputs)
 
     def _compute(
         self, batch: StepBatch, logits_indices: IntArray, new_inputs: Mapping[str, Mapping[int, ModelInput]]
     ) -> torch.Tensor:
-        rows = batch.rows
         requests, positions = batch.token_positions
         metadata = self._layers.build_metadata(batch, self._tables)
-        tensors = (self.tokens[rows[requests], positions], positions, logits_indices)
-        sizes = None if self.graphs is None else self.graphs.sizes_for(batch, len(logits_indices))
+        tensors = (self.tokens[batch.rows[requests], positions], positions, logits_indices)
         with torch.inference_mode():
             if self.input_lens:
                 self._model.compute_inputs(
                     {
-                        name: [new_inputs[name][row] for row in rows[batch.stores_input[name]].tolist()]
+                        name: [new_inputs[name][row] for row in batch.rows[batch.stores_input[name]].tolist()]
                         for name in new_inputs
                     }
                 )
-            if self.graphs is not None and sizes is not None:
-                rows_of_graph = self.graphs.run(sizes, batch, self._tables, metadata, *tensors)
-                if rows_of_graph is not None:
-                    logits, *others = rows_of_graph
-                    num_rows = len(positions) if self._keeps_all_rows else len(logits_indices)
-                    return self._split_output([logits[: len(logits_indices)], *(each[:num_rows] for each in others)])
-            inputs = tuple(torch.from_numpy(each) for each in tensors)
+            if self.graphs is not None:
+                logits = self._replay(self.graphs, batch, metadata, *tensors)
+                if logits is not None:
+                    return logits
+            inputs = tuple(map(torch.from_numpy, tensors))
             step = self._layers.begin_step(metadata, batch=batch, tables=self._tables, inputs=inputs)
-            token_ids, device_positions, wanted_indices = step.inputs
-            output = self._forward(token_ids, device_positions, wanted_indices)
-            kept_rows = step.kept_rows
-            num_wanted = len(wanted_indices if kept_rows is None else kept_rows)
+            output, kept_rows = self._forward(*step.inputs), step.kept_rows
+            num_wanted = len(logits_indices if kept_rows is None else kept_rows)
             num_others = len(positions) if self._keeps_all_rows else num_wanted
             for tensor, count in zip(output, (num_wanted, num_others), strict=False):
                 self._check_logits(tensor, count)
             if kept_rows is None:
                 return self._split_output(output)
             # The rows that the layers computed, then padding.
-            is_kept = batch.generating_indices is logits_indices
+            is_kept, wanted_indices = batch.generating_indices is logits_indices, step.inputs[2]
             return self._split_output(
                 [each[: len(wanted_indices)] if is_kept else each[wanted_indices] for each in output]
             )
+
+    def _replay(
+        self,
+        graphs: StepGraphs,
+        batch: StepBatch,
+        metadata: Sequence[CommonAttentionMetadata],
+        token_ids: IntArray,
+        positions: IntArray,
+        logits_indices: IntArray,
+    ) -> torch.Tensor | None:
+        """Return the logits of a step that is replayed from a graph; None if it is not."""
+        num_wanted, sizes = len(logits_indices), graphs.sizes_for(batch, len(logits_indices))
+        if sizes is None:
+            return None
+        output = graphs.run(sizes, batch, self._tables, metadata, token_ids, positions, logits_indices)
+        if output is None:
+            return None
+        logits, *others = output
+        num_rows = len(positions) if self._keeps_all_rows else num_wanted
+        return self._split_output([logits[:num_wanted], *(each[:num_rows] for each in others)])
 
     def hidden_rows_of(self, packed: StepBatch, rows: IntArray, counts: IntArray) -> torch.Tensor:
         """Return the hidden states of the first tokens of some requests of the last step, ``[sum(counts), …], device``.
@@ -399,7 +415,7 @@ class TokenRunner(ModelRunner):
             token_ids, *logprobs = copy.result().numbers()
             sampling.give_logprobs(logprobs)
             self.tokens[rows, positions] = token_ids
-            return token_ids if packed.sampled_order is None else [token_ids[index] for index in packed.sampled_order]
+            return packed.in_step_order(token_ids)
 
         def wait() -> None:
             with self.wait_limit:
@@ -419,7 +435,7 @@ class TokenRunner(ModelRunner):
             if self.hidden_states is not None:
                 self._keep_hidden_states(packed, sampling, [[each] for each in token_ids])
             self.tokens[sampling.rows, sampling.num_known] = token_ids
-            return token_ids if packed.sampled_order is None else [token_ids[index] for index in packed.sampled_order]
+            return packed.in_step_order(token_ids)
         runs = accept_drafts(token_ids, sampling.drafts)
         if self.hidden_states is not None:
             self._keep_hidden_states(packed, sampling, runs)
@@ -427,7 +443,7 @@ class TokenRunner(ModelRunner):
         first = sampling.num_known - np.array([len(each) for each in sampling.drafts])
         places = np.arange(int(num_new.sum())) + np.repeat(first + num_new - np.cumsum(num_new), num_new)
         self.tokens[np.repeat(sampling.rows, num_new), places] = [*chain.from_iterable(runs)]
-        return runs if packed.sampled_order is None else [runs[index] for index in packed.sampled_order]
+        return packed.in_step_order(runs)
 
     def _keep_hidden_states(
         self, packed: PackedStep[Request], sampling: Sampling, runs: Sequence[Sequence[int]]
@@ -492,14 +508,11 @@ class Sampling:
             device: Where the logits will be.
             running: The step before, if its tokens are not known.
         """
-        requests, rows, drafts = packed.requests, packed.rows, packed.drafts
-        num_known, extras = packed.num_computed + packed.query_lens, None
-        if not packed.is_sampled.all():
-            requests, rows = list(compress(requests, packed.is_sampled)), rows[packed.is_sampled]
-            num_known, drafts = num_known[packed.is_sampled], list(compress(drafts, packed.is_sampled))
+        requests, rows, num_known = packed.sampled_requests()
+        drafts, extras = [*compress(packed.drafts, packed.is_sampled)] if packed.drafts else (), None
         names = [] if running is None else names_of_unknown(running, rows)
         owners, num_drawn = _owners_of_rows(requests, drafts) if drafts else (requests, [len(own) for own in names])
-        if len(packed.prompt_rows) or any(request.params.has_extras for request in requests):
+        if packed.has_prompt_rows or any(request.params.has_extras for request in requests):
             extras = Extras.of(packed, requests, owners, drafts, names, tokens, device)
         return cls(requests, rows, num_known, drafts, Draws.of(owners, num_drawn, device), extras)
 
@@ -562,13 +575,12 @@ class Extras:
             tokens: As for ``Sampling.of``.
             device: As for ``Sampling.of``.
         """
-        has_prompt_rows = len(packed.prompt_rows) > 0
-        wants_logprobs = has_prompt_rows or any(request.params.logprobs for request in requests)
+        wants_logprobs = packed.has_prompt_rows or any(request.params.logprobs for request in requests)
         has_processors = any(request.processors for request in requests)
         return cls(
             changed_rows(requests, drafts, names),
             partial(run_processors, requests=requests, drafts=drafts) if has_processors else None,
-            to_device(torch.from_numpy(packed.sampled), device) if has_prompt_rows else None,
+            to_device(torch.from_numpy(packed.sampled), device) if packed.has_prompt_rows else None,
             StepLogprobs(packed, owners, tokens, device) if wants_logprobs else None,
         )
 

@@ -125,7 +125,7 @@ class PoolingRunner(ModelRunner):
         super().__init__(*arguments, **limits)
         self._mode, self._normalize = pooling.mode, pooling.normalize
 
-    def run(self, step: ScheduledStep[EmbeddingRequest]) -> list[int]:
+    def run(self, step: ScheduledStep[EmbeddingRequest]) -> Sequence[int]:
         """Compute a step, and pool its hidden states.
 
         Args:
@@ -146,7 +146,7 @@ class PoolingRunner(ModelRunner):
         outcomes = np.where(np.isfinite(values).all(axis=1), COMPUTED, FAILED).tolist()
         for request, value in zip(compress(packed.requests, packed.is_sampled), values.tolist(), strict=True):
             request.embedding = tuple(value)
-        return outcomes if packed.sampled_order is None else [outcomes[index] for index in packed.sampled_order]
+        return packed.in_step_order(outcomes)
 
     def _pool(self, packed: PackedStep[EmbeddingRequest], hidden: torch.Tensor) -> torch.Tensor:
         """Pool the step's hidden states of each request; return the results of requests whose last token it computes.

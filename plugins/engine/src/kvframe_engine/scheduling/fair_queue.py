@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic
 
@@ -15,7 +15,8 @@ class FairQueue(Generic[RequestT]):
     The next request belongs to the owner with the fewest running requests. Owners with equally many take turns. The
     requests of one owner come in the order in which they were added. With one owner, this is first come, first served.
 
-    Every method but ``first_of`` and the iterator takes the same time for any number of owners and of waiting requests.
+    Every method but ``first_of``, ``len`` and the iterator takes the same time for any number of owners and of waiting
+    requests.
     A queue of another order is a class with the same methods.
 
     Attributes:
@@ -29,24 +30,17 @@ class FairQueue(Generic[RequestT]):
         """Start without requests."""
         self.queues: dict[str, OrderedDict[str, RequestT]] = {}
         self._num_running: dict[str, int] = {}
-        # There are few rings: the different numbers add up to at most the running requests.
-        self._rings: dict[int, OrderedDict[str, None]] = {}
-        self._num_waiting = 0
+        # There are at most as many rings as the most running requests of an owner, and one more. Some are empty.
+        self._rings: defaultdict[int, OrderedDict[str, None]] = defaultdict(OrderedDict)
 
     @property
     def first(self) -> RequestT:
         """The request to admit next. The queue must not be empty."""
-        owner = next(iter(self._rings[min(self._rings)]))
-        return next(iter(self.queues[owner].values()))
+        return next(iter(self))
 
     def first_of(self, is_ready: Callable[[RequestT], bool]) -> RequestT | None:
         """Return the request to admit next among those that ``is_ready`` accepts; None if it accepts none."""
-        for count in sorted(self._rings):
-            for owner in self._rings[count]:
-                for request in self.queues[owner].values():
-                    if is_ready(request):
-                        return request
-        return None
+        return next(filter(is_ready, self), None)
 
     @property
     def has_several_owners(self) -> bool:
@@ -83,13 +77,15 @@ class FairQueue(Generic[RequestT]):
 
     def append(self, request: RequestT) -> None:
         """Add a request after the others of its owner."""
-        self._queue_of(request.owner)[request.request_id] = request
+        if request.owner not in self.queues:
+            self.queues[request.owner] = OrderedDict()
+            self._rings[self.num_running(request.owner)][request.owner] = None
+        self.queues[request.owner][request.request_id] = request
 
     def appendleft(self, request: RequestT) -> None:
         """Add a request before the others of its owner, and its owner before those with as many running requests."""
-        queue = self._queue_of(request.owner)
-        queue[request.request_id] = request
-        queue.move_to_end(request.request_id, last=False)
+        self.append(request)
+        self.queues[request.owner].move_to_end(request.request_id, last=False)
         self._rings[self.num_running(request.owner)].move_to_end(request.owner, last=False)
 
     def take(self, request: RequestT) -> None:
@@ -103,48 +99,25 @@ class FairQueue(Generic[RequestT]):
 
     def remove(self, request: RequestT) -> None:
         """Remove a waiting request."""
-        owner = request.owner
-        queue = self.queues[owner]
+        queue = self.queues[request.owner]
         del queue[request.request_id]
-        self._num_waiting -= 1
         if not queue:
-            del self.queues[owner]
-            self._leave_ring(owner)
-
-    def _queue_of(self, owner: str) -> OrderedDict[str, RequestT]:
-        """Return the queue of an owner, to which the caller adds a request."""
-        self._num_waiting += 1
-        queue = self.queues.get(owner)
-        if queue is None:
-            queue = self.queues[owner] = OrderedDict()
-            self._enter_ring(owner)
-        return queue
+            del self.queues[request.owner], self._rings[self.num_running(request.owner)][request.owner]
 
     def _count(self, owner: str, change: int) -> None:
         """Change the number of running requests of an owner."""
-        is_waiting = owner in self.queues
-        if is_waiting:
-            self._leave_ring(owner)
-        count = self.num_running(owner) + change
-        if count:
-            self._num_running[owner] = count
-        else:
+        before, count = self.num_running(owner), self.num_running(owner) + change
+        if owner in self.queues:
+            del self._rings[before][owner]
+            self._rings[count][owner] = None
+        self._num_running[owner] = count
+        if not count:
             del self._num_running[owner]
-        if is_waiting:
-            self._enter_ring(owner)
-
-    def _enter_ring(self, owner: str) -> None:
-        self._rings.setdefault(self.num_running(owner), OrderedDict())[owner] = None
-
-    def _leave_ring(self, owner: str) -> None:
-        count = self.num_running(owner)
-        del self._rings[count][owner]
-        if not self._rings[count]:
-            del self._rings[count]
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return sum(map(len, self.queues.values()))
 
     def __iter__(self) -> Iterator[RequestT]:
-        for queue in self.queues.values():
-            yield from queue.values()
+        for count in sorted(self._rings):
+            for owner in self._rings[count]:
+                yield from self.queues[owner].values()

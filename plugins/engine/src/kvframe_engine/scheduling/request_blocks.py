@@ -150,10 +150,8 @@ class RequestBlocks(Generic[RequestT]):
 
     def release(self, request: RequestT) -> None:
         """Free all blocks of a request; none of its tokens are computed then."""
-        if request.hints is NO_HINTS or request.finish_reason is None:
-            self._cache.free(request.request_id)
-        else:
-            self._cache.free(request.request_id, hints=request.hints, owner=request.owner)
+        hints = NO_HINTS if request.finish_reason is None else request.hints
+        self._cache.free(request.request_id, hints=hints, owner=request.owner)
         request.row = -1
         request.is_swapped = False
         request.num_computed, request.has_chosen = 0, False
@@ -205,11 +203,7 @@ class RequestBlocks(Generic[RequestT]):
                 inputs=request.input_sequences,
                 num_prompt_tokens=request.num_prompt_tokens if request.keeps_part else None,
             )
-            if request.inputs:
-                request.new_inputs = self._cache.missing_inputs(request.request_id)
-            # A single input is admitted at any length, because it cannot be computed in parts.
-            new_tokens = request.num_new_input_tokens
-            fits = not input_tokens or input_tokens + new_tokens <= self._max_num_batched_tokens
+            fits = not request.inputs or self._find_new_inputs(request, input_tokens)
             num_scheduled = request.end_of_step(hit, budget) - hit
             if self._reserve_prompts and hit + num_scheduled < len(request.token_ids) and others_run:
                 # Without blocks for the rest, it would take blocks from others until it is preempted itself.
@@ -225,10 +219,9 @@ class RequestBlocks(Generic[RequestT]):
                 return 0
             assert not request.runs_alone, "the plan guarantees enough blocks for a lone request"
             request.runs_alone = True
-        request.row = self._cache.row(request.request_id)
-        request.num_computed = hit
+        request.row, request.num_computed = self._cache.row(request.request_id), hit
         request.is_on_cache = hit > 0 or len(request.new_inputs) < len(request.inputs)
-        self._stats.computed_input_tokens += new_tokens
+        self._stats.computed_input_tokens += request.num_new_input_tokens
         if not request.was_started:
             request.was_started = True
             request.cached = self._cache.found_prefix(request.request_id)
@@ -238,6 +231,14 @@ class RequestBlocks(Generic[RequestT]):
             self._stats.prompt_tokens += request.num_prompt_tokens
             self._stats.cached_prompt_tokens += hit
         return num_scheduled
+
+    def _find_new_inputs(self, request: RequestT, input_tokens: int) -> bool:
+        """Find which inputs of a request the step computes; return whether they fit beside those of other requests.
+
+        A single input fits at any length, because it cannot be computed in parts.
+        """
+        request.new_inputs = self._cache.missing_inputs(request.request_id)
+        return not input_tokens or input_tokens + request.num_new_input_tokens <= self._max_num_batched_tokens
 
     def _restore(self, request: RequestT, budget: int, input_tokens: int, others_run: bool) -> int:
         """Bring what was fetched of a request's prefix to the device, and start the request on it."""

@@ -150,7 +150,7 @@ class Scheduler(Generic[RequestT]):
     @property
     def has_work(self) -> bool:
         """Whether a request is waiting or running."""
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting.queues)
 
     @property
     def max_drafts(self) -> int:
@@ -642,7 +642,7 @@ class Scheduler(Generic[RequestT]):
         while budget and len(self.running) < self._max_num_seqs and (request := self._next_waiting()) is not None:
             if self._whole_prompts and len(request.token_ids) > budget:
                 break
-            if is_being_computed(request, admitted, counts, self._shared_block_size):
+            if admitted and is_being_computed(request, admitted, counts, self._shared_block_size):
                 break
             if running is not None and (request.needs_outcomes or self._is_computed_in(running, request)):
                 break
@@ -658,10 +658,10 @@ class Scheduler(Generic[RequestT]):
                 if not admitted and request.end_of_step(request.num_computed, budget) > request.num_computed:
                     self._without_blocks = request
                 break
-            if request.num_computed < request.last_pause:
+            if request.boundaries:
                 self._pausing.append(request)
-            if request.keeps_part and not request.has_chosen:
-                self._choosing.append(request)
+                if request.keeps_part and not request.has_chosen:
+                    self._choosing.append(request)
             self.waiting.take(request)
             self.running.append(request)
             admitted.append(request)
@@ -680,6 +680,8 @@ class Scheduler(Generic[RequestT]):
 def _is_ready(request: RequestProgress) -> bool:
     """Return whether a waiting request waits neither for its pages nor for tokens before its fork from another one."""
     fetch, forked_request = request.fetch, request.forks_from
-    return (
-        forked_request is None or forked_request.row < 0 or forked_request.num_computed >= forked_request.pause_at
-    ) and (fetch is None or fetch.is_over)
+    return (fetch is None or fetch.is_over) and (forked_request is None or not _is_before_pause(forked_request))
+
+
+def _is_before_pause(request: RequestProgress) -> bool:
+    return request.row >= 0 and request.num_computed < request.pause_at

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, overload
+from itertools import compress
+from typing import Any, Generic, TypeVar, overload
 
 import attrs
 import numpy as np
@@ -16,6 +17,7 @@ from kvframe_engine.requests.progress import RequestT
 Outcomes = Sequence[int] | Sequence[Sequence[int]]
 """The next token of each request whose last known token a step computes; of a step with drafts, its next tokens."""
 FindOrder = Callable[[IntArray], IntArray | None]
+T = TypeVar("T")
 
 
 class RunningRequests(Sequence[RequestT]):
@@ -186,9 +188,6 @@ class PackedStep(StepBatch, Generic[RequestT]):
             request that gets a token, and one for each draft.
         sampled_order: ``[num_requests_sampled]``: for each request that gets a token, in the scheduler's order, its
             index among those that get one here; None if both orders are the same.
-        prompt_rows: ``[num_prompt_rows]``: the other logits rows.
-        prompt_positions: ``[num_prompt_rows]``: the positions of their tokens.
-        prompt_requests: ``[num_prompt_rows]``: the indices of their requests, in order.
     """
 
     requests: Sequence[RequestT]
@@ -197,9 +196,6 @@ class PackedStep(StepBatch, Generic[RequestT]):
     drafts: Sequence[Sequence[int]]
     sampled: IntArray
     sampled_order: IntArray | None
-    prompt_rows: IntArray
-    prompt_positions: IntArray
-    prompt_requests: IntArray
 
     @classmethod
     def of(cls, step: ScheduledStep[RequestT], order_for: FindOrder) -> PackedStep[RequestT]:
@@ -210,9 +206,8 @@ class PackedStep(StepBatch, Generic[RequestT]):
             order_for: Returns the order in which to pack requests, given their ``query_lens``; None for the
                 order that they have.
         """
-        requests, rows = step.requests, step.rows
+        requests, rows, drafts = step.requests, step.rows, step.drafts
         num_computed, query_lens, num_known = step.num_computed, step.num_scheduled, step.num_known
-        drafts = step.drafts
         order = order_for(query_lens)
         if order is not None:
             drafts = [drafts[i] for i in order] if drafts else drafts
@@ -224,31 +219,45 @@ class PackedStep(StepBatch, Generic[RequestT]):
                 first_wanted[index] = request.first_prompt_row
         num_after = num_computed + query_lens
         num_wanted = np.maximum(num_after - np.maximum(num_computed, first_wanted), 0)
-        ends = np.cumsum(num_wanted)
-        logits_rows = np.arange(ends[-1])
-        is_sampled = num_after >= num_known
+        ends, is_sampled = np.cumsum(num_wanted), num_after >= num_known
         sampled = (ends - 1)[is_sampled]
         if drafts:
             before = np.array([len(tokens) for tokens in drafts])[is_sampled]
             # The rows of a request's last known token and of its drafts are consecutive.
             stops = np.cumsum(before + 1)
             sampled = np.arange(stops[-1] if len(stops) else 0) + np.repeat(sampled + 1 - stops, before + 1)
-        prompt_rows = prompt_requests = logits_rows[:0]
-        if len(sampled) < len(logits_rows):
-            prompt_rows = np.delete(logits_rows, sampled)
-            prompt_requests = np.repeat(np.arange(len(requests)), num_wanted)[prompt_rows]
         return cls(
             requests=requests,
             rows=rows,
             num_computed=num_computed,
             query_lens=query_lens,
             num_wanted=num_wanted,
-            generating_indices=logits_rows + np.repeat(np.cumsum(query_lens) - ends, num_wanted),
+            generating_indices=np.arange(ends[-1]) + np.repeat(np.cumsum(query_lens) - ends, num_wanted),
             is_sampled=is_sampled,
             drafts=drafts,
             sampled=sampled,
             sampled_order=None if order is None else np.argsort(order[is_sampled]),
-            prompt_rows=prompt_rows,
-            prompt_positions=prompt_rows + (num_after - ends)[prompt_requests],
-            prompt_requests=prompt_requests,
         )
+
+    def sampled_requests(self) -> tuple[Sequence[RequestT], IntArray, IntArray]:
+        """Return the requests that get a token, their rows, and how many of their tokens are known before it."""
+        requests, rows, num_known = self.requests, self.rows, self.num_computed + self.query_lens
+        if self.is_sampled.all():
+            return requests, rows, num_known
+        return list(compress(requests, self.is_sampled)), rows[self.is_sampled], num_known[self.is_sampled]
+
+    def in_step_order(self, outcomes: Sequence[T]) -> Sequence[T]:
+        """Return outcomes of the requests that get a token in the scheduler's order."""
+        return outcomes if self.sampled_order is None else [outcomes[index] for index in self.sampled_order]
+
+    @property
+    def has_prompt_rows(self) -> bool:
+        """Whether there are logits rows that no token is sampled from."""
+        return len(self.sampled) < len(self.generating_indices)
+
+    def prompt_rows(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Return the logits rows that no token is sampled from, the indices of their requests, and their positions."""
+        rows = np.delete(np.arange(len(self.generating_indices)), self.sampled)
+        requests = np.repeat(np.arange(len(self.requests)), self.num_wanted)[rows]
+        starts = self.num_computed + self.query_lens - np.cumsum(self.num_wanted)
+        return rows, requests, rows + starts[requests]
