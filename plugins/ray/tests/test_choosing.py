@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvframe_ray.placement import TOKENS_PER_REQUEST, Load, order_replicas
 from kvframe_serve.engine_thread import EngineThread
 from kvframe_serve.runner import EngineRequest
 
-from kvframe import CacheCleared, Engine, SamplingParams, Stack
+from kvframe import CacheCleared, CacheEvent, Engine, SamplingParams, Stack
 from plugins.ray.tests.conftest import STACK
 
 SECRET = bytes(range(32))
@@ -106,8 +106,8 @@ class Replica:
         self.thread = EngineThread(self.engine, self.loop)
         self.feeds = Feeds(self.thread, self.loop)
 
-    def take(self, name: str | None) -> tuple[str, list[Any]]:
-        return self.loop.run_until_complete(self.feeds.take(name))
+    def take(self, feed: AsyncIterator[list[CacheEvent]]) -> list[CacheEvent]:
+        return self.loop.run_until_complete(anext(feed))
 
     def run(self, token_ids: Sequence[int]) -> int:
         """Run a request to its end; return the tokens that it found."""
@@ -132,19 +132,13 @@ def replica(checkpoint: Path) -> Iterator[Replica]:
     made.close()
 
 
-def follow(replica: Replica, directory: Directory, name: str | None) -> str:
-    """Apply the events that there are; return the feed's name."""
-    name, events = replica.take(name)
-    directory.apply("a", SECRET, events)
-    return name
-
-
 def test_the_directory_says_what_the_engine_then_reports(replica: Replica) -> None:
     directory, first, second = Directory(), [*range(70)], [*range(40), *range(100, 140)]
-    name = follow(replica, directory, None)
+    feed = replica.feeds.follow()
+    directory.apply("a", SECRET, replica.take(feed))
     assert {"a": 0} == directory.hits(request(first))
     assert 0 == replica.run(first)
-    name = follow(replica, directory, name)
+    directory.apply("a", SECRET, replica.take(feed))
     assert {"a": 64} == directory.hits(request(first))
     assert {"a": 32} == directory.hits(request(second))
     assert 32 == replica.run(second)
@@ -156,31 +150,42 @@ def test_the_directory_says_what_the_engine_then_reports(replica: Replica) -> No
 def test_a_follower_that_lags_begins_again(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvframe_ray.feeds.MOST_EVENTS", 3)
     directory, prompts = Directory(), [[index] * 40 for index in range(6)]
-    name = follow(replica, directory, None)
+    feed = replica.feeds.follow()
+    directory.apply("a", SECRET, replica.take(feed))
     for prompt in prompts:
         replica.run(prompt)
     assert {"a": 0} == directory.hits(request(prompts[0]))
-    again, events = replica.take(name)
-    assert name != again
+    with pytest.raises(StopAsyncIteration):
+        replica.take(feed)
+    events = replica.take(replica.feeds.follow())
     assert isinstance(events[0], CacheCleared)
     directory.apply("a", SECRET, events)
     assert [{"a": 32}] * 6 == [directory.hits(request(prompt)) for prompt in prompts]
 
 
-def test_a_lost_answer_costs_nothing_but_time(replica: Replica) -> None:
-    directory, prompt = Directory(), [*range(50)]
-    name = follow(replica, directory, None)
+def test_all_followers_get_all_events(replica: Replica) -> None:
+    prompt, feeds, directories = [*range(50)], [], []
+    for _ in range(2):
+        feeds.append(replica.feeds.follow())
+        directories.append(Directory())
+        directories[-1].apply("a", SECRET, replica.take(feeds[-1]))
     replica.run(prompt)
-    replica.take(name)  # these events do not arrive
-    assert {"a": 0} == directory.hits(request(prompt))
-    follow(replica, directory, None)
-    assert {"a": 48} == directory.hits(request(prompt))
+    for feed, directory in zip(feeds, directories, strict=True):
+        directory.apply("a", SECRET, replica.take(feed))
+        assert {"a": 48} == directory.hits(request(prompt))
 
 
-def test_without_followers_the_engine_records_nothing(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframe_ray.feeds.MOST_EVENTS", 0)
-    replica.take(None)
+def test_a_prompt_without_events_ends_what_is_expected_of_it(replica: Replica) -> None:
+    feed = replica.feeds.follow()
+    replica.take(feed)
+    replica.feeds.note_prompt()
+    assert [] == replica.take(feed)
+
+
+def test_without_followers_the_engine_records_nothing(replica: Replica) -> None:
+    feed = replica.feeds.follow()
+    replica.take(feed)
     assert replica.engine.on_cache_events is not None
-    for index in range(3):
-        replica.run([index] * 40)
+    replica.loop.run_until_complete(feed.aclose())
+    replica.run([1] * 40)
     assert replica.engine.on_cache_events is None

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvframe_serve.runner import EngineRequest
 
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.contract import StackError
@@ -98,6 +99,16 @@ def answers_are_those_of_an_engine(served: str, checkpoint: Path) -> None:
     assert (400, "prompt_too_long") == (caught.value.code, json.load(caught.value)["error"]["code"])
 
 
+def a_prompt_of_megabytes_reaches_an_engine() -> None:
+    from kvframe_ray.messages import DIRECTLY, Asked
+    from ray import serve
+
+    handle = serve.get_deployment_handle("Engine", "tiny").options(stream=True, method_name="generate", **DIRECTLY)
+    long = EngineRequest(prompt=[60_000] * 2_000_000, params=SamplingParams(max_new_tokens=1), options={})
+    (refusal,) = handle.remote(Asked(id="long", request=long))
+    assert "prompt_too_long" == refusal.code
+
+
 def each_conversation_finds_its_prefix(served: str) -> None:
     prompts = [f"conversation {index}: " + chr(97 + index) * 60 for index in range(8)]
     first = [post(served, prompt=prompt, max_tokens=1) for prompt in prompts]
@@ -180,6 +191,7 @@ def test_engines_on_ray_serve(url: str, checkpoint: Path, stack_file: Path) -> N
     # One test, because starting Ray and engines takes much longer than all that follows.
     deploy(model=str(checkpoint), stack=str(stack_file))
     answers_are_those_of_an_engine(url, checkpoint)
+    a_prompt_of_megabytes_reaches_an_engine()
     each_conversation_finds_its_prefix(url)
     a_lost_replica_loses_no_request(url, checkpoint)
 

@@ -27,6 +27,9 @@ _KEYS_VARIABLE = "KVFRAME_API_KEYS"
 _SPARE_CALLS = 64
 """Calls that a replica takes beside requests: of frontends that follow its cache, and of health checks."""
 
+_ENVIRONMENT = {"env_vars": {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1)}}
+"""Replicas send long prompts, and all that a large cache holds, in one message; Ray's limit is 4 MiB otherwise."""
+
 
 class Arguments(pydantic.BaseModel):
     """The arguments of ``serve run kvframe_ray:app``.
@@ -97,7 +100,7 @@ def make_app(args: Arguments, router: RequestRouterConfig) -> Application:
         max_ongoing_requests=max_requests + _SPARE_CALLS,
         graceful_shutdown_timeout_s=args.drain_seconds,
         request_router_config=router,
-        ray_actor_options={"num_cpus": args.cpus, "num_gpus": args.gpus},
+        ray_actor_options={"num_cpus": args.cpus, "num_gpus": args.gpus, "runtime_env": _ENVIRONMENT},
         **scale,
     )
     frontend = serve.deployment(
@@ -106,7 +109,7 @@ def make_app(args: Arguments, router: RequestRouterConfig) -> Application:
         num_replicas=args.frontends,
         max_ongoing_requests=max_requests + _SPARE_CALLS,
         graceful_shutdown_timeout_s=args.drain_seconds,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "runtime_env": _ENVIRONMENT},
     )
     keys = tuple(os.environ.get(_KEYS_VARIABLE, "").split())
     application: Application = frontend.bind(engines.bind(job), job, keys)

@@ -28,7 +28,7 @@ class Directory:
     """The caches and loads of the replicas of a deployment.
 
     Invariant: ``_sent`` has each request that this process sent and that was not answered. The prefixes of a prompt are
-    expected in its replica until the replica's events have come, so no longer than the request and two answers.
+    expected in its replica until the replica's events have come, so no longer than the request and two messages.
 
     All methods may be called in any thread.
     """
@@ -41,21 +41,21 @@ class Directory:
         self._secrets: dict[str, bytes] = {}
         self._sent: dict[str, _Sent] = {}
         self._expected = ExpectedPrefixes()
-        # By replica, the prefixes of prompts that were computed before its last answer with events, and since then.
+        # By replica, the prefixes of prompts that were computed before its last message with events, and since then.
         self._computed: dict[str, tuple[list[Prefixes], list[Prefixes]]] = {}
 
     def apply(self, replica: str, secret: bytes, events: Sequence[CacheEvent]) -> None:
-        """Take the events of a replica's next answer, in order.
+        """Take the events of a replica's next message, in order.
 
         Args:
             replica: The replica.
             secret: The secret of the keys in its events.
-            events: The events since the last call; the first ones begin with a ``CacheCleared``.
+            events: The events since the last message; the first ones begin with a ``CacheCleared``.
         """
         with self._lock:
             self._secrets[replica] = secret
             self._indexes.setdefault(secret, PrefixIndex(secret)).apply(replica, events)
-            # An answer may have been on its way when a prompt was computed, but not the one after it.
+            # A message may have been on its way when a prompt was computed, but not the one after it.
             told, computed = self._computed.get(replica, ((), []))
             for prefixes in told:
                 self._expected.remove(replica, prefixes)

@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 
 from kvframe.contract import EngineError, RequestError
 from kvframe_ray.following import following_of
-from kvframe_ray.messages import Asked, Job, Model, Refusal
+from kvframe_ray.messages import DIRECTLY, Asked, Job, Model, Refusal
 
 _log = logging.getLogger("kvframe.ray")
 
@@ -37,7 +37,7 @@ class RemoteEngines:
     def __init__(self, engines: DeploymentHandle[Any]) -> None:
         """Take the handle of the deployment."""
         self._engines = engines
-        self._generate = engines.options(stream=True, method_name="generate")
+        self._generate = engines.options(stream=True, method_name="generate", **DIRECTLY)
         self._directory = following_of(engines.app_name, engines.deployment_name).directory
         self._tasks: dict[str, asyncio.Task[None]] = {}
 

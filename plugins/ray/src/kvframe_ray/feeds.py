@@ -1,11 +1,9 @@
-"""Keeps a cache's events for all processes that follow it, until they ask for them."""
+"""Keeps a cache's events for all processes that follow it, until they are sent."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import attrs
@@ -14,21 +12,19 @@ from kvframe_serve.engine_thread import EngineThread
 from kvframe import CacheEvent
 
 MOST_EVENTS = 10_000
-"""Events that are kept for a follower; one that lags further, or has ended, begins again."""
+"""Events that are kept for a follower; one that lags further begins again."""
 
 _GATHER_SECONDS = 0.2
-"""How long events are gathered. A call costs Ray some milliseconds; meanwhile routers expect what they have sent."""
-
-_WAIT_SECONDS = 1.0
-"""How long a follower waits for events; a replica that is to end waits for its followers so long."""
+"""How long events are gathered. A message costs Ray a millisecond; meanwhile routers expect what they have sent."""
 
 
-@attrs.define
+@attrs.define(eq=False)
 class _Feed:
     """The events that one follower has not got; the first ones are all that was cached when it began."""
 
     events: list[CacheEvent] = attrs.field(factory=list)
     has_begun: bool = False
+    has_ended: bool = False
     changed: asyncio.Event = attrs.field(factory=asyncio.Event)
 
 
@@ -42,30 +38,32 @@ class Feeds:
         """Begin without followers, so that the engine records no events."""
         self._thread = thread
         self._loop = loop
-        self._feeds: dict[str, _Feed] = {}
+        self._feeds: set[_Feed] = set()
 
-    async def take(self, name: str | None) -> tuple[str, list[CacheEvent]]:
-        """Wait for events, for a second at most.
+    async def follow(self) -> AsyncGenerator[list[CacheEvent], None]:
+        """Yield all that is cached, after a ``CacheCleared``, and then events as they come.
 
-        Args:
-            name: The name that the last call returned; None for a follower that begins, or missed an answer.
-
-        Returns:
-            The feed's name, and the events since the last call. A feed that begins has all that is cached, after a
-            ``CacheCleared``; a feed that was dropped begins again.
+        It ends with the caller, or if the caller lags.
         """
-        feed = self._feeds.get(name or "")
-        if feed is None:
-            name, feed = uuid.uuid4().hex, _Feed()
-            self._feeds[name] = feed
-            self._thread.call(self._listen)  # The other feeds get all that is cached too, which changes nothing.
-        assert name is not None
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(feed.changed.wait(), _WAIT_SECONDS)
-            await asyncio.sleep(_GATHER_SECONDS)
-        feed.changed.clear()
-        events, feed.events = feed.events, []
-        return name, events
+        feed = _Feed()
+        self._feeds.add(feed)
+        self._thread.call(self._listen)  # The other feeds get all that is cached too, which changes nothing.
+        try:
+            while True:
+                await feed.changed.wait()
+                await asyncio.sleep(_GATHER_SECONDS)
+                if feed.has_ended:
+                    return
+                feed.changed.clear()
+                events, feed.events = feed.events, []
+                yield events
+        finally:
+            self._remove(feed)
+
+    def note_prompt(self) -> None:
+        """Let followers have a message soon, because a prompt was computed: it may be without events."""
+        for feed in self._feeds:
+            feed.changed.set()
 
     def _listen(self, engine: Any) -> None:
         """Let the engine deliver all that is cached, and events from then on; in its thread."""
@@ -79,15 +77,19 @@ class Feeds:
         engine.on_cache_events = listen
 
     def _put(self, events: Sequence[CacheEvent], is_whole: bool) -> None:
-        """Add events to all feeds, and drop those that keep too many; no feed is too long with all that is cached."""
-        for name, feed in [*self._feeds.items()]:
+        """Add events to all feeds, and end those that keep too many; no feed is too long with all that is cached."""
+        for feed in [*self._feeds]:
             if is_whole:
                 feed.events, feed.has_begun = [*events], True
             elif len(feed.events) + len(events) > MOST_EVENTS:
-                del self._feeds[name]
+                feed.has_ended = True
+                self._remove(feed)
             elif feed.has_begun:
                 feed.events += events
             feed.changed.set()
+
+    def _remove(self, feed: _Feed) -> None:
+        self._feeds.discard(feed)
         if not self._feeds:
             self._thread.call(_stop_listening)
 

@@ -11,12 +11,12 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from kvframe_ray.directory import Directory
-from kvframe_ray.messages import Events, ToReplica
+from kvframe_ray.messages import DIRECTLY, ToReplica
 
 _log = logging.getLogger("kvframe.ray")
 
 _RETRY_SECONDS = 0.5
-"""The time until a replica is followed again that did not answer."""
+"""The time until a replica is followed again whose events have ended."""
 
 
 class Following:
@@ -49,27 +49,24 @@ class Following:
                 self._tasks[replica] = asyncio.get_running_loop().create_task(self._follow(replica))
 
     async def _follow(self, replica: str) -> None:
-        """Apply the events of a replica; if a call fails, begin again with all that it has cached."""
+        """Apply the events of a replica as they come; if they end, begin again with all that it has cached."""
         assert self._handle is not None
         handle = await asyncio.shield(self._handle)
-        to, feed = ToReplica(replica=replica), None
-        try:
-            while True:
-                try:
-                    answer: Events = await handle.remote(to, feed)
-                    feed = answer.feed
-                    self.directory.apply(replica, answer.secret, answer.events)
-                except Exception as error:  # The replica has ended or is unreachable, whatever Ray raises for that.
-                    _log.info("replica %s cannot be followed: %s", replica, type(error).__name__)
-                    feed = None
-                    self.directory.remove(replica)
-                    await asyncio.sleep(_RETRY_SECONDS)
-        finally:
-            self.directory.remove(replica)
+        while True:
+            stream = handle.remote(ToReplica(replica=replica))
+            try:
+                async for message in stream:
+                    self.directory.apply(replica, message.secret, message.events)
+            except Exception as error:  # The replica has ended or is unreachable, whatever Ray raises for that.
+                _log.info("replica %s cannot be followed: %s", replica, type(error).__name__)
+            finally:
+                stream.cancel()
+                self.directory.remove(replica)
+            await asyncio.sleep(_RETRY_SECONDS)
 
     def _make_handle(self) -> Any:
         handle: Any = DeploymentHandle(self._deployment, self._application)
-        return handle.options(method_name="events")
+        return handle.options(method_name="events", stream=True, **DIRECTLY)
 
 
 _FOLLOWING: dict[tuple[str, str], Following] = {}

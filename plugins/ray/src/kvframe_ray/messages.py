@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 from kvframe_serve.application import Task
@@ -11,6 +12,9 @@ from kvframe_serve.reading.question import ServedModel
 from kvframe_serve.runner import EngineRequest
 
 from kvframe import CacheEvent, Stack
+
+DIRECTLY: Mapping[str, Any] = {"_by_reference": False}
+"""The option of Ray's handles by which messages go from process to process over gRPC, and not through Ray's objects."""
 
 
 @attrs.frozen(kw_only=True)
@@ -42,13 +46,10 @@ class Events:
     """Events of a replica's cache.
 
     Attributes:
-        feed: Names the caller in its next call.
         secret: The secret of the keys in the events.
-        events: The events since the caller's last call, in order. The first ones are all that was cached when the
-            caller began.
+        events: The events since the last ones, in order. The first ones are all that was cached when the caller began.
     """
 
-    feed: str
     secret: bytes = attrs.field(repr=False)
     events: Sequence[CacheEvent]
 

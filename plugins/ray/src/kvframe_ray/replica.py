@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ class EngineReplica:
                 if num_tokens:
                     self._num_waiting_tokens -= num_tokens
                     num_tokens = 0
+                    self._feeds.note_prompt()
                     if not request.stream:
                         yield []
                 held += batch
@@ -82,17 +84,17 @@ class EngineReplica:
             if request_id is not None:
                 self._thread.abort(request_id)
 
-    async def events(self, to: ToReplica, feed: str | None) -> Events:
-        """Wait for the next events of the cache.
+    async def events(self, to: ToReplica) -> AsyncIterator[Events]:
+        """Yield the events of the cache as they come.
 
         Args:
             to: This replica, if it still runs.
-            feed: The name of the feed that the last call returned; None for a follower that begins.
         """
         if to.replica != self._id:
             raise LookupError(f"replica {to.replica} does not run any more; this is {self._id}")
-        name, events = await self._feeds.take(feed)
-        return Events(feed=name, secret=self._secret, events=events)
+        async with aclosing(self._feeds.follow()) as feed:
+            async for events in feed:
+                yield Events(secret=self._secret, events=events)
 
     async def stats(self) -> Any:
         """Return the engine's counters."""
