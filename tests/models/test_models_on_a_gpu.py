@@ -31,6 +31,7 @@ from tests.models.headed import save_headed
 from tests.models.knowing import ANSWERS, MAX_DRAFTS, make_manifest
 from tests.models.serving import PROMPTS, TinyModel, held_pages
 from tests.support.engines import runner_of
+from tests.support.overlap import EXTRAS
 
 pytestmark = pytest.mark.gpu
 
@@ -96,6 +97,23 @@ def test_steps_that_overlap_give_the_tokens_of_steps_that_do_not(
     tokens, engine = serve(models(family), family, overlap="on", graphs=graphs)
     assert expected == tokens
     assert 0 == held_pages(engine)
+
+
+@pytest.mark.parametrize("family", ["llama", "jamba"])
+@pytest.mark.parametrize("graphs", ["off", "auto"])
+def test_penalties_and_log_probabilities_of_steps_that_overlap(
+    models: Callable[[str], TinyModel], family: str, graphs: str
+) -> None:
+    params = [SamplingParams(**{"seed": 1, **extras}, max_new_tokens=16, ignore_eos=True) for extras in EXTRAS]
+    results = []
+    for overlap in ("off", "on"):
+        with models(family).engine(overlap=overlap, graphs=graphs) as engine:
+            outputs = engine.generate(PROMPTS, params)
+            results.append(([output.token_ids for output in outputs], [output.logprobs for output in outputs]))
+    (expected, expected_values), (tokens, values) = results
+    assert expected == tokens
+    for own, other in zip(expected_values, values, strict=True):
+        assert other == (own if own is None else pytest.approx(own, abs=1e-3))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,16 +31,20 @@ EXTRAS: list[dict[str, Any]] = [
 
 
 class DeviceQueue:
-    """A device with a queue and a thread of its own, which needs some time for each step.
+    """A device with a queue and a thread of its own. It begins a step after a time, or when the host waits for it.
 
     Attributes:
         num_queued: Steps that are queued or being computed.
         queued_at_wait: For each wait of the host, how many steps were queued when it began.
+        interrupted_step: The number of the step, from 0, at whose beginning it sends SIGINT; None for no step.
     """
 
-    def __init__(self, seconds: float = 0.002) -> None:
+    interrupted_step: int | None = None
+
+    def __init__(self, seconds: float | None = 0.002) -> None:
         self.num_queued = 0
         self.queued_at_wait: list[int] = []
+        self._num_begun = 0
         self._seconds = seconds
         self._thread = ThreadPoolExecutor(1)
         self._lock = threading.Lock()
@@ -47,10 +52,14 @@ class DeviceQueue:
     def submit(self, work: Callable[[], HostCopy]) -> _Queued:
         with self._lock:
             self.num_queued += 1
-        return _Queued(self, self._thread.submit(self._compute, work))
+        is_waited_for = threading.Event()
+        return _Queued(self, is_waited_for, self._thread.submit(self._compute, work, is_waited_for))
 
-    def _compute(self, work: Callable[[], HostCopy]) -> HostCopy:
-        threading.Event().wait(self._seconds)
+    def _compute(self, work: Callable[[], HostCopy], is_waited_for: threading.Event) -> HostCopy:
+        is_waited_for.wait(self._seconds)
+        if self._num_begun == self.interrupted_step:
+            signal.raise_signal(signal.SIGINT)
+        self._num_begun += 1
         try:
             return work()
         finally:
@@ -59,18 +68,23 @@ class DeviceQueue:
 
 
 class _Queued:
-    def __init__(self, queue: DeviceQueue, future: Future[HostCopy]) -> None:
-        self._queue, self._future, self._is_waited_for = queue, future, False
+    def __init__(self, queue: DeviceQueue, is_waited_for: threading.Event, future: Future[HostCopy]) -> None:
+        self._queue, self._is_waited_for, self._future = queue, is_waited_for, future
 
     def result(self) -> HostCopy:
-        if not self._is_waited_for:
-            self._is_waited_for = True
+        if not self._is_waited_for.is_set():
             self._queue.queued_at_wait.append(self._queue.num_queued)
+            self._is_waited_for.set()
         return self._future.result()
 
 
-def on_queue(engine: Engine, seconds: float = 0.002) -> DeviceQueue:
-    """Give an engine's steps to a device with a queue of its own."""
+def on_queue(engine: Engine, seconds: float | None = 0.002) -> DeviceQueue:
+    """Give an engine's steps to a device with a queue of its own.
+
+    Args:
+        engine: The engine.
+        seconds: After how long the device begins a step at the latest; None if it begins when the host waits for it.
+    """
     queue, runner = DeviceQueue(seconds), runner_of(engine)
     assert isinstance(runner, TokenRunner)
     submit = runner.submit

@@ -11,9 +11,11 @@ nothing. No state is kept on the device: each step copies the tokens of requests
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
@@ -29,7 +31,10 @@ from kvframe_engine.running.next_tokens import to_device
 ReadTokens = Callable[[torch.Tensor], torch.Tensor]
 """Returns token ids, ``int64, device``, with the tokens themselves in place of their names."""
 
-_ANY = np.iinfo(np.int64).min
+TokenIds = npt.NDArray[np.int32]
+"""Token ids and names of tokens in as few bytes as hold them, because they go to the device in each step."""
+
+_ANY = np.iinfo(np.int32).min
 """In place of the token after which another one is banned: it is banned after any."""
 
 
@@ -40,13 +45,13 @@ class ChangedRow:
     Attributes:
         index: Its index among the rows.
         request: The request.
-        token_ids: ``[num_tokens], int64, host``: the request's tokens and drafts before the one that is to be chosen.
+        token_ids: ``[num_tokens], int32, host``: the request's tokens and drafts before the one that is to be chosen.
             The last may be a name.
     """
 
     index: int
     request: Request
-    token_ids: IntArray
+    token_ids: TokenIds
 
     @property
     def params(self) -> SamplingParams:
@@ -54,7 +59,7 @@ class ChangedRow:
         return self.request.params
 
     @property
-    def output(self) -> IntArray:
+    def output(self) -> TokenIds:
         """The tokens after the prompt."""
         return self.token_ids[self.request.num_prompt_tokens :]
 
@@ -75,7 +80,9 @@ def changed_rows(
         own_drafts = drafts[index] if drafts else ()
         if request.params.changes_logits:
             later = [*(names[index] if names else ()), *own_drafts]
-            token_ids = np.concatenate([np.array(request.token_ids, np.int64), np.array(later, np.int64)])
+            token_ids = np.empty(len(request.token_ids) + len(later), np.int32)
+            token_ids[: len(request.token_ids)] = request.token_ids
+            token_ids[len(request.token_ids) :] = later
             num_known = len(token_ids) - len(own_drafts)
             changed += [
                 ChangedRow(row + num_drafts, request, token_ids[: num_known + num_drafts])
@@ -134,22 +141,22 @@ def run_processors(logits: torch.Tensor, requests: Sequence[Request], drafts: Se
 
 
 def _indices(
-    logits: torch.Tensor, rows: Sequence[ChangedRow], token_ids: Sequence[IntArray], read_tokens: ReadTokens
+    logits: torch.Tensor, rows: Sequence[ChangedRow], token_ids: Sequence[TokenIds], read_tokens: ReadTokens
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the index of each token's logit among all logits, and that of its row in ``rows``: both int64, device.
 
     Args:
         logits: ``[num_rows, vocab_size], device``.
         rows: The rows.
-        token_ids: For each row, ``[n], int64, host``: the tokens, which have logits.
+        token_ids: For each row, ``[n], int32, host``: the tokens, which have logits.
         read_tokens: Reads the tokens that the host has names for.
     """
     device, width = logits.device, logits.shape[1]
     starts = to_device(torch.tensor([row.index * width for row in rows]), device)
-    owners = np.repeat(np.arange(len(rows)), [len(own_ids) for own_ids in token_ids])
-    owners_there = to_device(torch.from_numpy(owners), device)
-    ids_there = read_tokens(to_device(torch.from_numpy(np.concatenate(token_ids)), device))
-    return starts.index_select(0, owners_there) + ids_there, owners_there
+    counts = to_device(torch.tensor([len(own_ids) for own_ids in token_ids]), device)
+    owners = torch.repeat_interleave(counts, output_size=sum(map(len, token_ids)))
+    ids_there = to_device(torch.from_numpy(np.concatenate(token_ids)), device).long()
+    return starts.index_select(0, owners) + read_tokens(ids_there), owners
 
 
 def _numbers(values: Sequence[object], logits: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -160,23 +167,29 @@ def _numbers(values: Sequence[object], logits: torch.Tensor, dtype: torch.dtype 
 def _add_biases(logits: torch.Tensor, changed: Sequence[ChangedRow], read_tokens: ReadTokens) -> None:
     rows = [row for row in changed if row.params.logit_bias]
     if rows:
-        biases = [np.array([*row.params.logit_bias.items()]) for row in rows]
-        # Some checkpoints name tokens that their model does not have.
-        biases = [each[each[:, 0] < logits.shape[1]] for each in biases]
-        indices, _ = _indices(logits, rows, [each[:, 0].astype(np.int64) for each in biases], read_tokens)
-        values = to_device(torch.from_numpy(np.concatenate(biases)[:, 1]).to(logits.dtype), logits.device)
-        logits.view(-1).index_add_(0, indices, values)
+        ids = [np.fromiter(row.params.logit_bias, np.int64) for row in rows]
+        biases = np.concatenate([np.fromiter(row.params.logit_bias.values(), np.float64) for row in rows])
+        biases = biases[np.concatenate(ids) < logits.shape[1]]
+        indices, _ = _indices(logits, rows, [_with_logits(own_ids, logits) for own_ids in ids], read_tokens)
+        logits.view(-1).index_add_(0, indices, to_device(torch.from_numpy(biases).to(logits.dtype), logits.device))
 
 
 def _penalise_repetition(logits: torch.Tensor, changed: Sequence[ChangedRow], read_tokens: ReadTokens) -> None:
     rows = [row for row in changed if row.params.repetition_penalty != 1]
     if rows:
-        token_ids = [row.token_ids[row.token_ids < logits.shape[1]] for row in rows]
+        token_ids = [_with_logits(row.token_ids, logits) for row in rows]
         indices, owners = _indices(logits, rows, token_ids, read_tokens)
         penalties = _numbers([row.params.repetition_penalty for row in rows], logits, logits.dtype)[owners]
         values = logits.view(-1)[indices]
         # A token that came several times gets the same value each time.
         logits.view(-1)[indices] = torch.where(values < 0, values * penalties, values / penalties)
+
+
+def _with_logits(token_ids: npt.NDArray[np.integer[Any]], logits: torch.Tensor) -> TokenIds:
+    """Return those of tokens that have a logit: some checkpoints name tokens that their model does not have."""
+    if token_ids.max(initial=0) >= logits.shape[1]:
+        token_ids = token_ids[token_ids < logits.shape[1]]
+    return token_ids.astype(np.int32, copy=False)
 
 
 def _penalise_frequency(logits: torch.Tensor, changed: Sequence[ChangedRow], read_tokens: ReadTokens) -> None:
@@ -192,7 +205,7 @@ def _penalise_frequency(logits: torch.Tensor, changed: Sequence[ChangedRow], rea
 
 
 def _ban(logits: torch.Tensor, changed: Sequence[ChangedRow], read_tokens: ReadTokens) -> None:
-    bans = [_bans_of(row, logits.shape[1]) for row in changed]
+    bans = [_bans_of(row, logits) for row in changed]
     if any(len(banned) for banned, _ in bans):
         indices, owners = _indices(logits, changed, [banned for banned, _ in bans], read_tokens)
         after = to_device(torch.from_numpy(np.concatenate([after for _, after in bans])), logits.device)
@@ -201,7 +214,7 @@ def _ban(logits: torch.Tensor, changed: Sequence[ChangedRow], read_tokens: ReadT
         logits.view(-1).scatter_reduce_(0, indices, limits, "amin")
 
 
-def _bans_of(row: ChangedRow, width: int) -> tuple[IntArray, IntArray]:
+def _bans_of(row: ChangedRow, logits: torch.Tensor) -> tuple[TokenIds, IntArray]:
     """Return the tokens that may not follow a row's tokens, as far as those before the last one decide.
 
     Returns:
@@ -227,5 +240,5 @@ def _bans_of(row: ChangedRow, width: int) -> tuple[IntArray, IntArray]:
         ngrams = ngrams[(ngrams[:, :-2] == token_ids[len(token_ids) - size + 1 : num_earlier]).all(axis=1)]
         all_banned = np.concatenate([all_banned, ngrams[:, -1]])
         all_after = np.concatenate([all_after, ngrams[:, -2] if size > 1 else np.full(len(ngrams), _ANY)])
-    has_logit = all_banned < width
-    return all_banned[has_logit], all_after[has_logit]
+    has_logit = all_banned < logits.shape[1]
+    return all_banned[has_logit].astype(np.int32), all_after[has_logit]
