@@ -46,7 +46,7 @@ def replay_with_tiers(sent: Sequence[Sent], tier: str, hints: Callable[[Sent], H
         tokens, clock[0] = each.request.token_ids, each.seconds
         prompt = tokens[: each.request.prompt_end]
         request: Any = SimpleNamespace(
-            uses_prefix=True, forks_from=None, is_swapped=False, fetch=None, keeps_part=False,
+            uses_prefix=True, forks_from=None, fetch=None, keeps_part=False,
             cache_tokens=prompt, token_ids=prompt, cache_salt="", input_sequences={}, num_prompt_tokens=len(prompt),
         )  # fmt: skip
         tiers.begin(request)

@@ -22,7 +22,7 @@ from kvframe.attention.layer import AttentionLayer
 PARTS = ("scheduling", "cache", "metadata", "attention", "rest of the model", "sampling", "requests")
 HOST_PARTS = ("scheduling", "cache", "metadata", "sampling", "requests")
 WARM_STEPS = 2
-CACHE_VERBS = ("start", "fork", "has_capacity", "extend", "extend_rows", "commit_rows", "free", "swap_out", "swap_in")
+CACHE_VERBS = ("start", "fork", "has_capacity", "extend", "extend_rows", "commit_rows", "free")
 
 
 @attrs.frozen(kw_only=True)

@@ -32,8 +32,6 @@ COUNTS = {
     "compared_tokens": "tokens compared with `transformers.generate()`",
     "steps": "steps",
     "preemptions": "preemptions",
-    "swaps": "of these, to host memory",
-    "failed_swaps": "copies that failed",
     "retries": "requests computed again without a prefix that gave NaN",
     "hit_tokens": "prompt tokens found in the cache",
     "evictions": "cached pages evicted",
@@ -97,7 +95,7 @@ def soak(
         plan = engine.plan
         running.run(arrivals, advance)
         stats = engine.stats()
-    same = ("generated_tokens", "preemptions", "swaps", "failed_swaps", "retries", "evictions")
+    same = ("generated_tokens", "preemptions", "retries", "evictions")
     counts = {**running.counts, **{name: getattr(stats, name) for name in same}}
     counts["hit_tokens"] = stats.cached_prompt_tokens
     row = {

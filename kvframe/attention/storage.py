@@ -1,4 +1,4 @@
-"""The bytes of pages: the device pool as each layer views it, host memory for swapped pages, and scratch pages."""
+"""The bytes of pages: the device pool as each layer views it, host memory for evicted pages, and scratch pages."""
 
 from __future__ import annotations
 
@@ -201,11 +201,11 @@ class HostStorage:
         self.num_slabs = num_slabs
         num_bytes = num_slabs * plan.slab_bytes
         self._is_pinned = pool.device.type == "cuda"
-        with allocating(num_bytes, "to swap to", "less host_memory"):
+        with allocating(num_bytes, "to keep evicted pages in", "less host_memory"):
             self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
         if staging_bytes is None:
             staging_bytes = STAGING_BYTES if self._is_pinned else 0
-        with allocating(staging_bytes, "to swap through", "less memory for the cache", str(pool.device)):
+        with allocating(staging_bytes, "to copy pages through", "less memory for the cache", str(pool.device)):
             self._staging = torch.empty(staging_bytes // 8, dtype=torch.int64, device=pool.device)
 
     def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:

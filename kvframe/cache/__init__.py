@@ -14,6 +14,6 @@ Its files, in the order of the flow; each uses only those before it.
   (``allocation``); rows begin, run, release dead blocks and end (``coordinator``).
 - Pages outside of the pool: host memory (``host_pages``), and evicted pages in it (``host_tier``); what a request
   could continue from, wherever its blocks are (``stored_prefix``).
-- Requests in host memory, and stored prefixes that are restored: ``swap``.
+- Prefixes from outside of the pool: ``restore``.
 - What an engine calls: ``manager``.
 """

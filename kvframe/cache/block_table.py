@@ -180,7 +180,7 @@ class GroupKinds:
 
 @attrs.define(eq=False)
 class RowState:
-    """The request of a row, without the row's numbers; it stays the same object while the request is swapped out.
+    """The request of a row, without the row's numbers.
 
     Attributes:
         token_ids: Its tokens: the caller appends to this sequence, and does not change computed ones.

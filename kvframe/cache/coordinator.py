@@ -371,7 +371,7 @@ class TableRows:
         """Return the row that is taken next; raise a ``RequestError`` (``no_row``) if none is free."""
         if not self.free:
             raise RequestError(
-                f"no row of the table is free: there are {self._num_rows}; free a request, swap one out, or ask for a "
+                f"no row of the table is free: there are {self._num_rows}; free a request, or ask for a "
                 "greater max_num_seqs",
                 code="no_row",
             )

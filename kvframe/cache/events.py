@@ -1,8 +1,7 @@
 """What other processes learn: events of blocks that became findable or were removed, and keys of prefixes and inputs.
 
 The events are in order, so that a router can mirror the cache. They are about pages of the device's pool, and about
-copies of evicted pages in host memory. Copies of a swapped request in host memory are no event, because no other
-request finds them; its published blocks stay findable in the pool until they are evicted.
+copies of evicted pages in host memory.
 
 The keys are keyed hashes that every process with the same secret computes alike. Inside the cache tokens are compared,
 and nothing is hashed. Outside, the first ``n`` tokens of a request have the key BLAKE2b (RFC 7693), keyed, of

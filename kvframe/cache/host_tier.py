@@ -1,7 +1,6 @@
 """The host tier: pages that were evicted from the device stay in host memory, where later requests find them by key.
 
-The memory is that of swapped requests too, cut into slabs and pages as the device's pool is: a swapped request holds
-pages of it, and evicted ones are cached in what is left, the least recently used going first.
+The memory is cut into slabs and pages as the device's pool is. The least recently used page makes way.
 """
 
 from __future__ import annotations
@@ -142,9 +141,9 @@ class HostTier:
             self.pool.add_references(group, host_ids)
             self.pool.release_blocks(host_ids, group)
 
-    def audit(self, swapped: BlockIds) -> None:
-        """Check that host pages are free, held by requests that are swapped out, or cached under one key each."""
-        held_pages = np.concatenate([swapped, *self._held_pages])
+    def audit(self) -> None:
+        """Check that host pages are free, held while they are copied, or cached under one key each."""
+        held_pages = np.concatenate([np.zeros(0, np.int32), *self._held_pages])
         audit_pool(self.pool, self._plan, held_pages)
         pages = self.pool.free_list.all_blocks()
         by_key = {page: (group, key) for group, pages in enumerate(self._host_ids) for key, page in pages.items()}

@@ -33,10 +33,9 @@ from kvframe.cache.host_tier import HostTier
 from kvframe.cache.input_index import InputBlocks, InputSequence, Namespace, input_blocks, inputs_root
 from kvframe.cache.layout import CacheLayout
 from kvframe.cache.prefix_lookup import NO_HIT, Pin, Pins, PrefixCache, PrefixHit, found_prefix
-from kvframe.cache.radix_tree import NO_MATCH
+from kvframe.cache.restore import FetchPages, restore_prefix
 from kvframe.cache.stats import FoundPrefix, GroupLookups, KVCacheStats
 from kvframe.cache.stored_prefix import PrefixBlocks, block_keys, prefix_blocks
-from kvframe.cache.swap import FetchPages, StoredRow, Swapper
 from kvframe.contract.errors import RequestError
 from kvframe.contract.eviction import LRU, EvictionPolicy
 from kvframe.contract.foreign import safe_repr
@@ -48,25 +47,22 @@ class Entry(RowState):
     """A request.
 
     Attributes:
-        row: Its row in the block tables; while it is swapped out, the one that it had.
+        row: Its row in the block tables.
         uncounted: The result of its lookup, which its first commit counts: a waiting request is looked up many times.
         asked_tokens: The tokens of that lookup; 0 if there was none.
         num_resets: Resets of the prefix cache before it started; of a fork, before its first request started.
-        stored_row: Its copies in host memory; None while it is in the table.
     """
 
     row: int = 0
     uncounted: PrefixHit = NO_HIT
     asked_tokens: int = 0
     num_resets: int = 0
-    stored_row: StoredRow | None = None
 
 
 class KVCacheManager:
     """The request table of the cache.
 
-    Invariant: requests in the table and pins reference exactly the held pages of the pool, and swapped requests exactly
-    the held pages of the host memory. A request is in the table or swapped, never both.
+    Invariant: requests and pins reference exactly the held pages of the pool.
 
     A verb that returns False, returns None because the pool has too few pages, or raises an error has changed nothing,
     unless its description says otherwise. These arguments, and their errors (``RequestError``), are the same in all
@@ -111,7 +107,7 @@ class KVCacheManager:
             plan: The cache plan.
             max_num_seqs: The most requests in the table at a time.
             prefix_caching: Whether computed blocks become findable by later requests.
-            host_pages: The host memory that requests are swapped to, and evicted pages are copied to; None for none.
+            host_pages: The host memory that evicted pages are copied to; None for none.
             copier: Copies pages within the pool; without it none is forked.
             mover: Moves the tokens that layers keep of a prompt; without it no request gives up any.
             audited: Whether to ``audit`` after every verb, to find a verb that breaks the cache.
@@ -139,7 +135,7 @@ class KVCacheManager:
         publisher = self._publisher if self.prefix_caching else None
         self._coordinator = KVCacheCoordinator(kinds, numbers, self._pool, publisher, copier)
         self._input_groups = kinds.input_groups
-        self._kinds, self._host_pages = kinds, host_pages
+        self._kinds = kinds
         self.host_tier = None if host_pages is None else HostTier(plan, host_pages, self._pool)
         self._entries: dict[str, Entry] = {}
         self._fresh: dict[int, Entry] = {}
@@ -172,7 +168,7 @@ class KVCacheManager:
         The last token is always computed, because the request needs its logits.
 
         Args:
-            request_id: Its name, which no request in the table or swapped out has (``duplicate_id``).
+            request_id: Its name, which no request in the table has (``duplicate_id``).
             token_ids: Its tokens so far. They are read again while the request runs: the caller appends tokens to this
                 sequence, and does not change computed ones.
             salt: As in every verb.
@@ -216,7 +212,7 @@ class KVCacheManager:
 
         Args:
             request_id: A request in the table; its inputs are computed.
-            new_id: The new request's name, which no request in the table or swapped out has (``duplicate_id``).
+            new_id: The new request's name, which no request in the table has (``duplicate_id``).
             token_ids: The tokens of the new request. They begin with the computed tokens of the first one.
 
         Raises:
@@ -230,8 +226,6 @@ class KVCacheManager:
         entry, why = self._entries.get(request_id), None
         if entry is None:
             why = "it is not in the table; start it"
-        elif entry.stored_row is not None:
-            why = "it is swapped out; swap it in"
         elif not self._can_fork:
             why = "its manager has no copier for shared pages; make the manager with one"
         elif self.missing_inputs(request_id):
@@ -257,11 +251,9 @@ class KVCacheManager:
     def _check_new(self, request_id: str) -> None:
         """Refuse the name of a new request if another request has it."""
         check_name(request_id)
-        entry = self._entries.get(request_id)
-        if entry is not None:
-            where = "in the table" if entry.stored_row is None else "swapped out"
+        if request_id in self._entries:
             raise RequestError(
-                f"a request {request_id!r} is {where} already; free it first, or give the new one another name",
+                f"a request {request_id!r} is in the table already; free it first, or give the new one another name",
                 code="duplicate_id",
             )
 
@@ -375,7 +367,7 @@ class KVCacheManager:
             if row in self._publisher.unreadable:
                 why = self._publisher.unreadable.pop(row)
                 entries = self._entries.items()
-                request_id = next(name for name, entry in entries if entry.row == row and entry.stored_row is None)
+                request_id = next(name for name, entry in entries if entry.row == row)
                 raise RequestError(
                     f"the request {request_id!r} is committed, but no other request finds its tokens from there on: "
                     f"{why}",
@@ -401,95 +393,20 @@ class KVCacheManager:
             )
         return self._coordinator.shrink_row(row, self._mover)
 
-    @cached_property
-    def _swapper(self) -> Swapper:
-        host_pool = None if self.host_tier is None else self.host_tier.pool
-        return Swapper(self._kinds, self._numbers, self._coordinator, self._cache, self._host_pages, host_pool)
-
-    def swap_out(self, request_id: str) -> bool:
-        """Move a request's resident pages of all groups to host memory, and remove the request from the table.
-
-        Its findable blocks stay cached until they are evicted.
-
-        Returns:
-            False if the host memory has too few free pages.
-
-        Raises:
-            RuntimeError: A copy failed.
-        """
-        entry = self._entry(request_id)
-        stored_row = self._swapper.swap_out_row(entry.row)
-        if stored_row is None:
-            return False
-        self._free_row(entry.row)
-        entry.stored_row = stored_row
-        return True
-
-    def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
-        """Add a swapped request to the table again, with blocks for its tokens ``[0, num_tokens)``.
-
-        Its pages may get other block ids; their bytes are the same.
-
-        Args:
-            request_id: A request that is swapped out.
-            num_tokens: As in every verb; at least its computed tokens (``bad_count``).
-            use_prefix: Whether to reference its own published blocks, or equal ones, that are still cached.
-
-        Returns:
-            False if the pool has too few pages now.
-
-        Raises:
-            RequestError: It is not swapped out (``not_swapped``), or no row is free (``no_row``).
-            RuntimeError: A copy failed; the request is still swapped out, and has no page of the pool.
-        """
-        check_name(request_id)
-        entry = self._entries.get(request_id)
-        if entry is None or entry.stored_row is None:
-            where = "there is none of that name" if entry is None else "it is in the table"
-            raise RequestError(
-                f"the request {request_id!r} is not swapped out: {where}; swap in only what 'swap_out' took out",
-                code="not_swapped",
-            )
-        check_num_tokens(num_tokens, self.plan.max_model_len)
-        num_computed = entry.stored_row.num_computed
-        if num_tokens < num_computed:
-            raise RequestError(
-                f"the request {request_id!r} has {num_computed} computed tokens, and is swapped in with "
-                f"blocks for them all, not for {num_tokens}; ask for at least {num_computed}",
-                code="bad_count",
-            )
-        # After a reset, cached pages may come from other weights than the request's own; and after it gave up tokens of
-        # its prompt, they have all tokens of the prompt, and not those that it kept.
-        is_shared = self.prefix_caching and entry.num_resets == self._num_resets and not entry.first_tokens
-        row = self._rows.next_free()
-        use_prefix = use_prefix and is_shared
-        if not self._swapper.swap_in_row(row, entry, entry.stored_row, num_tokens, use_prefix=use_prefix):
-            return False
-        self._rows.take()
-        entry.row, entry.stored_row = row, None
-        if self.prefix_caching:
-            self._fresh[row] = entry
-            if is_shared:
-                # Its next commit publishes all its blocks again: some of them may have been evicted.
-                self._publisher.follow(row, 0, NO_MATCH)
-        return True
-
     def free(self, request_id: str, *, hints: Hints = NO_HINTS, owner: str = "") -> None:
-        """Remove a request, in the table or swapped out, and release its pages; its findable blocks stay cached.
+        """Remove a request from the table, and release its pages; its findable blocks stay cached.
 
         Args:
-            request_id: As in every verb, or one that is swapped out.
+            request_id: As in every verb.
             hints: What its sender says of it, for the eviction policy, if the request has ended.
             owner: Whose request it is: all requests of one owner keep ``max_kept_share`` of the pool at most.
         """
-        check_name(request_id)
-        entry = self._entries.get(request_id) or self._entry(request_id)
-        if entry.stored_row is not None:
-            self._swapper.release_copies(entry.stored_row)
-        else:
-            if self._pool.takes_hints(hints):
-                self._hint_row(entry.row, hints, owner)
-            self._free_row(entry.row)
+        row = self._entry(request_id).row
+        if self._pool.takes_hints(hints):
+            self._hint_row(row, hints, owner)
+        self._fresh.pop(row, None)
+        self._coordinator.free_row(row)
+        self._rows.release(row)
         del self._entries[request_id]
 
     def _hint_row(self, row: int, hints: Hints, owner: str) -> None:
@@ -502,18 +419,15 @@ class KVCacheManager:
         groups = np.repeat(np.arange(len(counts)), counts)
         self._pool.hint_blocks(ids[ids != 0], groups[ids != 0], hints, owner, self._kept_limit)
 
-    def _free_row(self, row: int) -> None:
-        self._fresh.pop(row, None)
-        self._coordinator.free_row(row)
-        self._rows.release(row)
-
     def _entry(self, request_id: str) -> Entry:
         if type(request_id) is not str:
             check_name(request_id)
         entry = self._entries.get(request_id)
-        if entry is None or entry.stored_row is not None:
-            where = "there is none of that name; start it" if entry is None else "it is swapped out; swap it in"
-            raise RequestError(f"the request {request_id!r} is not in the table: {where}", code="unknown_id")
+        if entry is None:
+            raise RequestError(
+                f"the request {request_id!r} is not in the table: there is none of that name; start it",
+                code="unknown_id",
+            )
         return entry
 
     def reset_prefix_cache(self) -> None:
@@ -612,7 +526,9 @@ class KVCacheManager:
         row = self._rows.next_free()
         namespace, blocks_of_inputs = self._check_prompt(token_ids, salt, inputs, min_tokens=0)
         state = RowState(namespace, token_ids, blocks_of_inputs)
-        if not self._swapper.restore_prefix(row, state, copies, fetch, is_caching=self.prefix_caching):
+        if not restore_prefix(
+            self._kinds, self._coordinator, self._cache, row, state, copies, fetch, is_caching=self.prefix_caching
+        ):
             return None
         return self.pin(token_ids, salt=salt, inputs=inputs, checks_capacity=False)
 
@@ -762,19 +678,18 @@ class KVCacheManager:
         Raises:
             AssertionError: A check fails; the text names it.
         """
-        stored_rows = [entry.stored_row for entry in self._entries.values() if entry.stored_row is not None]
-        taken_rows = [entry.row for entry in self._entries.values() if entry.stored_row is None]
+        taken_rows = [entry.row for entry in self._entries.values()]
         audit_rows(self.tables, self._rows.free, taken_rows, self._numbers.num_blocks, self._numbers.num_computed)
         held_pages = np.concatenate([pages_in(self.tables), self._pins.pinned_pages()])
         audit_pool(self._pool, self.plan, held_pages)
         audit_tree(self._cache.tree)
         if self.host_tier is not None:
-            self.host_tier.audit(np.concatenate([np.zeros(0, np.int32), *(row.pages for row in stored_rows)]))
+            self.host_tier.audit()
 
     @property
     def stats(self) -> KVCacheStats:
         """The cache's counters, as a copy."""
-        pool, host_pool = self._pool, None if self.host_tier is None else self.host_tier.pool
+        pool = self._pool
         lookups = [attrs.evolve(counts) for counts in self._lookups]
         token_lookups = [
             counts for counts, group in zip(lookups, self.plan.groups, strict=True) if not group.is_of_input
@@ -788,8 +703,6 @@ class KVCacheManager:
             peak_bytes_held=pool.peak_held_bytes,
             blocks_evicted=[*pool.blocks_evicted],
             blocks_moved=[*self._coordinator.blocks_moved],
-            host_bytes_held=0 if host_pool is None else host_pool.held_bytes,
-            peak_host_bytes_held=0 if host_pool is None else host_pool.peak_held_bytes,
         )
 
     @property

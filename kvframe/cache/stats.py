@@ -70,8 +70,6 @@ class KVCacheStats:
         peak_bytes_held: The most bytes of held pages of all groups at once.
         blocks_evicted: Per group, the cached pages that were evicted.
         blocks_moved: Per group, the pages that were filled with the tokens that requests kept of their prompts.
-        host_bytes_held: Bytes of pages of requests that are swapped out now.
-        peak_host_bytes_held: The most of them at once.
     """
 
     queried_tokens: int = 0
@@ -82,8 +80,6 @@ class KVCacheStats:
     peak_bytes_held: int = 0
     blocks_evicted: list[int] = attrs.field(factory=list)
     blocks_moved: list[int] = attrs.field(factory=list)
-    host_bytes_held: int = 0
-    peak_host_bytes_held: int = 0
 
     @property
     def num_evictions(self) -> int:

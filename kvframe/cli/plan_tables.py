@@ -39,8 +39,6 @@ def host_bytes_of(setup: Setup) -> int:
 
 def print_plan(setup: Setup, lengths: Sequence[int]) -> None:
     """Print the groups, the pages, the memory, and how many requests of some lengths fit."""
-    from kvframe.planning.tiers import HOST_MEMORY
-
     description, grouping, cache_plan = setup.description, setup.grouping, setup.plan
     narrower_layers, num_draft_layers, host_bytes = (
         computed_otherwise(setup),
@@ -100,11 +98,7 @@ def print_plan(setup: Setup, lengths: Sequence[int]) -> None:
             ],
         )
     tiers = setup.tiers()
-    purposes = [
-        *(["evicted blocks"] if any(tier.name == HOST_MEMORY for tier in tiers) else []),
-        *(["preempted requests"] if setup.stack.cache.preemption == "swap" else []),
-    ]
-    host_facts = [("host memory", f"{format_bytes(host_bytes)} for {' and '.join(purposes)}")] if host_bytes else []
+    host_facts = [("host memory", f"{format_bytes(host_bytes)} for evicted blocks")] if host_bytes else []
     print_facts(
         "Memory",
         [

@@ -142,10 +142,8 @@ class CacheOptions:
             recently used.
         max_kept_percent: The most percent of the cache that the requests of one owner may keep by the hint
             ``keep_seconds``. Of what is beyond, the policy decides as without the hint.
-        preemption: What happens to a preempted request, whose blocks or row other requests need: ``"recompute"``
-            computes its tokens again, ``"swap"`` moves its blocks to host memory while that has free pages.
-        host_memory: Bytes of CPU memory, such as ``"8GiB"``, for cached blocks that are evicted from the device, which
-            later requests find there, and for blocks of preempted requests. ``"swap"`` requires it.
+        host_memory: Bytes of CPU memory, such as ``"8GiB"``, for cached blocks that are evicted from the device. Later
+            requests find them there, and preempted ones that continue.
         disk: A folder of this machine that keeps cached blocks for later engines, and for others that run at the same
             time: a table with ``path``, and ``size``, the most bytes. It is the page store ``"disk"``.
         stores: Further registered page stores, asked in this order after host memory and disk.
@@ -167,17 +165,12 @@ class CacheOptions:
     prefix_caching: bool = attrs.field(default=True, validator=SWITCH)
     eviction: Use = attrs.field(default=Use(LRU.name), converter=_as_use, metadata={KIND: "eviction"})
     max_kept_percent: int = attrs.field(default=50, validator=WHOLE)
-    preemption: Literal["recompute", "swap"] = attrs.field(default="recompute", validator=one_of("recompute", "swap"))
     host_memory: int | None = attrs.field(default=None, converter=_as_bytes, validator=SIZE_OR_NONE)
     disk: Mapping[str, Any] | None = attrs.field(default=None, validator=TABLE_OR_NONE)
     stores: tuple[Use, ...] = attrs.field(default=(), metadata={KIND: "page_store"})
     events: Use | None = attrs.field(default=None, converter=_as_event_publisher, metadata={KIND: "event_publisher"})
     audit: bool = attrs.field(default=False, validator=SWITCH)
     key: str | None = attrs.field(default=None, validator=TEXT_OR_NONE, repr=False)
-
-    def __attrs_post_init__(self) -> None:
-        if self.preemption == "swap" and self.host_memory is None:
-            raise StackError('needs host_memory if preemption is "swap": bytes of host memory, like "4GiB"')
 
 
 @attrs.frozen(kw_only=True)

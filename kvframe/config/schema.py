@@ -31,9 +31,6 @@ def make_schema(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
             **_closed({kind: {"type": "object", "additionalProperties": TEXT.schema} for kind in KINDS}),
         },
     }
-    cache = _table(CacheOptions, names)
-    cache["if"] = {"properties": {"preemption": {"const": "swap"}}, "required": ["preemption"]}
-    cache["then"] = {"required": ["host_memory"]}
     rule = _table(Rule, names)
     rule["properties"]["kind"] |= _name(names, "spec")
     rule["anyOf"] = [{"required": ["kind"]}, {"required": ["layers"]}]
@@ -47,7 +44,7 @@ def make_schema(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         },
         "model": {"description": "How the model runs.", **_table(ModelOptions, names)},
         "limits": {"description": "The most of a step and of a request.", **_table(LimitOptions, names)},
-        "cache": {"description": "The KV cache.", **cache},
+        "cache": {"description": "The KV cache.", **_table(CacheOptions, names)},
         "engine": {"description": "The engine.", **_table(EngineOptions, names)},
         "rules": {"description": "Choices for some layers; a later rule wins.", "type": "array", "items": rule},
     }

@@ -61,7 +61,7 @@ class PageCopier(Protocol):
         page_bytes: int,
         id_bytes: int,
     ) -> None:
-        """Copy pages byte by byte. Called while requests are swapped, on the stream of the steps; does not wait.
+        """Copy pages byte by byte, to or from host memory, on the stream of the steps; does not wait.
 
         Args:
             source: ``[num_bytes], uint8, device``.
@@ -186,7 +186,7 @@ class AttentionBackend(Growing, ABC):
 
     @classmethod
     def page_copier(cls) -> PageCopier | None:
-        """Return a kernel that copies pages when requests are swapped; None, the default, for a copy by torch.
+        """Return a kernel that copies pages to and from host memory; None, the default, for a copy by torch.
 
         Called at set-up for each backend that serves a layer. The first kernel found copies the pages of all groups.
         """

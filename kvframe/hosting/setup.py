@@ -236,7 +236,7 @@ class Setup:
         )
 
     def num_host_slabs(self, plan: KVCachePlan) -> int:
-        """Return the number of slabs for preempted requests in CPU memory; 0 if requests are not swapped.
+        """Return the number of slabs for evicted blocks in CPU memory; 0 without host memory.
 
         Args:
             plan: The plan of the pool: ``plan``, or what several ranks agreed on.

@@ -100,12 +100,11 @@ def copied_bytes(plan: KVCachePlan, grouping: Grouping, copied_layers: Sequence[
 
 
 def num_host_slabs(plan: KVCachePlan, stack: Stack) -> int:
-    """Return the number of slabs in host memory, for evicted blocks and preempted requests; 0 if the stack has none.
+    """Return the number of slabs in host memory, for evicted blocks; 0 if the stack has none.
 
-    Raises ``PlanError`` if the memory does not hold one slab for each group, so that no request could be swapped.
+    Raises ``PlanError`` if the memory does not hold one slab for each group, so that a block has no place.
     """
-    is_used = stack.cache.prefix_caching or stack.cache.preemption == "swap"
-    if stack.cache.host_memory is None or not is_used or not plan.groups:
+    if stack.cache.host_memory is None or not stack.cache.prefix_caching or not plan.groups:
         return 0
     num_slabs = stack.cache.host_memory // plan.slab_bytes
     if num_slabs < len(plan.groups):

@@ -304,10 +304,6 @@ class CacheModel:
                     again[key] = page
         return again
 
-    def swapped_in(self, life: Life) -> None:
-        if life.num_resets == self.num_resets:
-            life.offered = [0] * len(self.plan.groups)
-
 
 def live_tokens(group: PlannedGroup, n: int) -> set[int]:
     return {token for start, stop in group.spec.live_ranges(n) for token in range(start, stop)}
@@ -317,8 +313,8 @@ def live_blocks(group: PlannedGroup, n: int) -> set[int]:
     return {token // group.block_size for token in live_tokens(group, n)}
 
 
-class HostCopies(PageContents):
-    """Contents of host pages beside the model's; a copy of group ``broken`` raises after half of its pages.
+class PageCopies(PageContents):
+    """Contents of the model's pages; a copy of group ``broken`` raises after half of its pages.
 
     Attributes:
         copied: The pages that got copies of other pages in the pool.
@@ -333,15 +329,8 @@ class HostCopies(PageContents):
     def copy_within(self, group: int, block_ids: Sequence[int], others: Sequence[int]) -> None:
         assert not any((group, other) in self.pages for other in others), "a page that was not free"
         self.copied |= {(group, other) for other in others}
-        super().copy_within(group, block_ids, others)
-
-    def copy(self, group: int, source: Any, source_ids: Sequence[int], target: Any, target_ids: Sequence[int]) -> None:
         if group == self.broken:
-            num_copied = len(source_ids) // 2
-            super().copy(group, source, source_ids[:num_copied], target, target_ids[:num_copied])
+            num_copied = len(block_ids) // 2
+            super().copy_within(group, block_ids[:num_copied], others[:num_copied])
             raise RuntimeError("the copy failed")
-        super().copy(group, source, source_ids, target, target_ids)
-
-    def pages_freed(self, group: int, host_ids: list[int]) -> None:
-        for host_id in host_ids:
-            self.host.pop((group, host_id), None)
+        super().copy_within(group, block_ids, others)

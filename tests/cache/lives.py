@@ -26,7 +26,7 @@ from kvframe.contract.specs import ENCODER, KVCacheSpec
 from kvframe.planning.plan import KVCachePlan
 from kvframe.planning.rollback import RollbackSpec
 from kvframe.routing import PrefixIndex
-from tests.cache.definition import CacheModel, HostCopies, Life, is_sparse, live_blocks
+from tests.cache.definition import CacheModel, Life, PageCopies, is_sparse, live_blocks
 from tests.cache.mirror import SECRET, Mirror, key_of_input, key_of_tokens
 from tests.cache.plans import (
     StateSpec,
@@ -118,24 +118,20 @@ class Lives:
             max_encoder_len=MAX_ENCODER_LEN,
         )
         self.model = CacheModel(self.plan, is_caching=prefix_caching)
-        self.host = HostCopies(self.plan, self.model.bytes)
+        self.copies = PageCopies(self.plan, self.model.bytes)
         self.manager = KVCacheManager(
             self.plan,
             max_num_seqs=MOST_RUNNING,
             prefix_caching=prefix_caching,
-            host_pages=self.host,
-            copier=self.host.copy_within,
+            copier=self.copies.copy_within,
             eviction=eviction,
         )
         self.manager.on_pages_freed = self.model.pages_freed
-        assert self.manager._swapper.host_pool is not None
-        self.manager._swapper.host_pool.on_pages_freed = self.host.pages_freed
         self.most_refused = min((spec.most_refused for spec in specs if isinstance(spec, StateSpec)), default=4)
         # Of a longer step, rollback states are not kept.
         specs = [group.spec for group in self.plan.groups]
         self.most_with_drafts = min((1 + s.num_states for s in specs if isinstance(s, RollbackSpec)), default=CHUNK)
         self.running: dict[str, Life] = {}
-        self.swapped: dict[str, tuple[Life, list[list[bool]]]] = {}
         self.pins: list[Pin] = []
         self.extended_for: dict[str, set[int]] = {}
         self.shared: set[Page] = set()
@@ -153,11 +149,7 @@ class Lives:
             if any(life.is_encoded for life in self.running.values()):
                 events[self.fork] = 6
         if self.running:
-            events |= {self.compute: 12, self.compute_together: 12, self.free: 6, self.swap_out: 3}
-        if self.swapped:
-            events[self.drop] = 1
-        if self.swapped and len(self.running) < MOST_RUNNING:
-            events[self.swap_in] = 6
+            events |= {self.compute: 12, self.compute_together: 12, self.free: 6}
         (event,) = self.draw.choices(list(events), weights=list(events.values()))
         event()
         self.num_events += 1
@@ -173,18 +165,15 @@ class Lives:
 
     def has_pages(self, extend: Callable[[], bool]) -> bool:
         """Return whether the pool has enough pages, and the pages that forks share could be copied."""
-        self.host.broken = self.draw.randint(-16, MOST_GROUPS - 1)
-        self.host.copied.clear()
+        self.copies.broken = self.draw.randint(-16, MOST_GROUPS - 1)
+        self.copies.copied.clear()
         try:
             has_capacity = extend()
-            self.tally.pages_copied += len(self.host.copied)
+            self.tally.pages_copied += len(self.copies.copied)
             return has_capacity
         except RuntimeError:
-            assert 0 <= self.host.broken < len(self.plan.groups)
+            assert 0 <= self.copies.broken < len(self.plan.groups)
             return False
-
-    def resident(self, name: str) -> list[list[bool]]:
-        return [[block_id != 0 for block_id in ids] for ids in self.manager.block_ids(name)]
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -408,49 +397,10 @@ class Lives:
             self.manager.stop_events()
             self.log = None
 
-    def swap_out(self) -> None:
-        name = self.draw.choice(sorted(self.running))
-        before, resident = self.manager.block_ids(name), self.resident(name)
-        self.host.broken = self.draw.randint(-8, MOST_GROUPS - 1)
-        try:
-            is_out = self.manager.swap_out(name)
-        except RuntimeError:
-            assert 0 <= self.host.broken < len(self.plan.groups)
-            is_out = False
-        self.did("swap out", not is_out)
-        if is_out:
-            self.swapped[name] = (self.running.pop(name), resident)
-        else:
-            assert before == self.manager.block_ids(name)
-
-    def swap_in(self) -> None:
-        name = self.draw.choice(sorted(self.swapped))
-        life, resident = self.swapped[name]
-        self.host.broken = self.draw.randint(-8, MOST_GROUPS - 1)
-        end = min(len(life.tokens), life.computed + self.draw.randint(1, CHUNK))
-        try:
-            is_in = self.manager.swap_in(name, end, use_prefix=self.draw.random() < 0.7)
-        except RuntimeError:
-            assert 0 <= self.host.broken < len(self.plan.groups)
-            is_in = False
-        self.did("swap in", not is_in)
-        if is_in:
-            del self.swapped[name]
-            self.running[name] = life
-            self.model.swapped_in(life)
-            self.check_back(name, resident, end)
-            self.extended_for.setdefault(name, set()).add(end)
-
-    def drop(self) -> None:
-        name = self.draw.choice(sorted(self.swapped))
-        self.manager.free(name)
-        self.did("abort, swapped out")
-        del self.swapped[name]
-
     def ask_too_much(self) -> None:
         """Ask for what is refused, which changes nothing."""
         self.num_started += 1
-        new, known = f"r{self.num_started}", self.draw.choice(sorted({*self.running, *self.swapped}) or ["none"])
+        new, known = f"r{self.num_started}", self.draw.choice(sorted(self.running) or ["none"])
         too_long = {ENCODER: InputSequence(MAX_ENCODER_LEN + self.draw.randint(1, 9), b"x")}
         num_tokens = MAX_LEN + self.draw.randint(1, MAX_LEN)
         asked: list[Callable[[], object]] = [lambda: self.manager.start(new, [7], inputs=too_long)]
@@ -463,16 +413,8 @@ class Lives:
             asked += [
                 lambda: self.manager.start(known, life.tokens),
                 lambda: self.manager.fork(known, known, life.tokens),
-                lambda: self.manager.swap_in(known, life.computed),
                 lambda: self.manager.extend(known, num_tokens),
                 lambda: self.manager.extend_rows(rows, targets),
-            ]
-        elif known in self.swapped:
-            asked += [
-                lambda: self.manager.start(known, [7]),
-                lambda: self.manager.fork(known, new, [7]),
-                lambda: self.manager.swap_in(known, num_tokens),
-                lambda: self.manager.swap_in(known, self.swapped[known][0].computed - 1),
             ]
         before = {name: self.manager.block_ids(name) for name in self.running}
         with pytest.raises(RequestError):
@@ -483,13 +425,13 @@ class Lives:
     def end(self) -> None:
         """Free all requests, and check that no page is held."""
         self.check()
-        for name in [*self.running, *self.swapped]:
+        for name in self.running:
             self.manager.free(name)
             self.did("free")
         for pin in self.pins:
             self.manager.unpin(pin)
             self.did("unpin")
-        assert (0, 0, 0.0) == (self.manager.num_held_pages, self.manager.stats.host_bytes_held, self.manager.usage)
+        assert (0, 0.0) == (self.manager.num_held_pages, self.manager.usage)
 
     # --- what must be true --------------------------------------------------------------------------------------------
 
@@ -499,7 +441,7 @@ class Lives:
         life, is_asked_again = self.running[name], self.extended_for.pop(name, set()) - {end}
         for group, was, now in zip(self.plan.groups, before, self.manager.block_ids(name), strict=True):
             new = {(group.index, page) for page in now if page and page not in was}
-            assert not (new - self.host.copied) & self.model.bytes.keys(), "a page that was not free"
+            assert not (new - self.copies.copied) & self.model.bytes.keys(), "a page that was not free"
             if is_sparse(group) and not is_asked_again:
                 expected = self.needed(life, group.index, end)
                 assert expected == {block for block, page in enumerate(now) if page}
@@ -535,19 +477,6 @@ class Lives:
         assert not written & others
         assert not written & self.model.findable_pages()
 
-    def check_back(self, name: str, resident: list[list[bool]], end: int) -> None:
-        """Check that what a request had is back, and that it has blocks for its tokens and inputs."""
-        life = self.running[name]
-        for group, was, now in zip(self.plan.groups, resident, self.resident(name), strict=True):
-            old = {block for block, is_there in enumerate(was) if is_there}
-            if group.is_of_input:
-                new = set(range(life.num_input_blocks(group)))
-            elif is_sparse(group):
-                new = self.needed(life, group.index, end)
-            else:
-                new = set(range(len(was), -(-end // group.block_size)))
-            assert old | new == {block for block, is_there in enumerate(now) if is_there}
-
     def check(self) -> None:
         """Check what is in the tables, what can be found, and what was counted."""
         held: list[int] = []
@@ -573,12 +502,6 @@ class Lives:
             assert expected.keys() == self.mirror.blocks.keys()
             for (_, key), (index, content) in expected.items():
                 self.check_event(index, content, key)
-        entries = self.manager._entries.items()
-        stored_rows = {name: entry.stored_row for name, entry in entries if entry.stored_row is not None}
-        copies = {name: stored_row.copies for name, stored_row in stored_rows.items()}
-        assert set(self.swapped) == set(copies)
-        for name, (_, resident) in self.swapped.items():
-            assert resident == [[host_id != 0 for host_id in ids] for ids in copies[name]]
         assert self.model.lookups == [list(attrs.astuple(each)[1:]) for each in self.manager.stats.lookups]
 
     def check_event(self, index: int, content: tuple[str, tuple[int, bytes] | None, Any], key: bytes) -> None:

@@ -20,7 +20,6 @@ from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.config.stack import Stack
 from kvframe.contract.specs import ENCODER, KVCacheSpec
-from tests.cache.definition import HostCopies
 from tests.cache.mirror import SECRET, Mirror, key_of_input, key_of_tokens
 from tests.cache.plans import encoder, full, make_plan, ranged, state
 from tests.engine.scripted_model import ScriptedModel
@@ -191,9 +190,7 @@ def test_a_reset_clears_all_of_it_held_blocks_included() -> None:
 
 def test_blocks_go_to_host_memory_before_they_leave_the_device_and_leave_it_in_turn() -> None:
     plan = make_plan(full(4), num_slabs=2, max_model_len=8)
-    host = HostCopies(plan, {})
-    host.num_slabs = 2
-    manager = KVCacheManager(plan, max_num_seqs=1, host_pages=host)
+    manager = KVCacheManager(plan, max_num_seqs=1, host_pages=managers.HostWithoutBytes(2))
     manager.watch_pages(SECRET)
     first, second, third = ([token] * 8 for token in (1, 2, 3))
     managers.serve(manager, first)
@@ -210,21 +207,6 @@ def test_blocks_go_to_host_memory_before_they_leave_the_device_and_leave_it_in_t
     assert ({*of_device.keys}, keys["second"]) == ({*gone[0].keys}, gone[1].keys[0])
     late = manager.record_events(SECRET).take()
     assert [cleared(manager), stored(third, 0, 8, 4), copied(second, *ends)] == late
-
-
-def test_a_swap_is_no_event_as_what_was_published_stays_findable() -> None:
-    plan = make_plan(full(4), num_slabs=20, max_model_len=64, max_num_batched_tokens=64)
-    manager, tokens = KVCacheManager(plan, max_num_seqs=4, host_pages=HostCopies(plan, {})), [*range(14)]
-    log = manager.record_events(SECRET)
-    compute(manager, "a", tokens)
-    assert [cleared(manager), stored(tokens, 0, 12, 4)] == log.take()
-    assert manager.swap_out("a")
-    assert [] == log.take()
-    assert manager.swap_in("a", 14)
-    tokens += [14, 15]
-    assert manager.extend("a", 16)
-    manager.commit("a", tokens, 16)
-    assert [stored(tokens, 12, 16, 4)] == log.take()
 
 
 def test_who_comes_late_is_told_of_all_that_is_there() -> None:

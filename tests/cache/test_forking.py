@@ -7,7 +7,7 @@ import pytest
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import KVCacheSpec
-from tests.cache.plans import encoder, evict_all, full, make_plan, masked, state
+from tests.cache.plans import encoder, full, make_plan, masked, state
 from tests.support.engines import pool_of
 
 Copies = list[tuple[int, list[int], list[int]]]
@@ -163,42 +163,6 @@ def test_what_forks_add_is_found_by_others() -> None:
         cache.manager.free(name)
     for token in (1, 2, 3):
         assert 20 == cache.manager.find([*[7] * 10, *[token] * 10, 0])
-
-
-def test_what_a_fork_passes_of_a_request_that_came_back_is_not_lost() -> None:
-    class NoBytes:
-        num_slabs = 40
-
-        def copy_out(self, *_: object) -> None: ...
-
-        def copy_in(self, *_: object) -> None: ...
-
-    manager = KVCacheManager(
-        make_plan(full(), masked(2, window=2), num_slabs=40),
-        max_num_seqs=4,
-        host_pages=NoBytes(),
-        copier=lambda *_: None,
-        audited=True,
-    )
-    tokens = [7] * 20
-    manager.start("one", tokens)
-    assert manager.extend("one", 16)
-    manager.commit("one", tokens, 16)
-    assert manager.swap_out("one")
-    evict_all(manager)
-    assert manager.swap_in("one", 16)
-    # Its blocks are published only in its next step.
-    manager.fork("one", "two", [*tokens[:16], 1, 1, 1, 1])
-    manager.start("three", [3] * 4)
-    assert manager.extend("three", 4)
-    rows, computed = np.array([manager.row(name) for name in ("two", "three")]), np.array([19, 4])
-    assert manager.extend_rows(rows, computed)
-    manager.commit_rows(rows, computed)
-    assert manager.extend("one", 19)
-    manager.commit("one", tokens, 19)
-    for name in ("one", "two", "three"):
-        manager.free(name)
-    assert pool_of(manager).num_cached == len(set(manager.published()))
 
 
 def test_in_a_nearly_full_pool_pages_stay_findable_that_a_fork_holds() -> None:

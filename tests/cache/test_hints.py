@@ -126,7 +126,7 @@ def test_without_a_policy_hints_are_ignored() -> None:
     assert 0 == found(manager, 0)
 
 
-def test_a_request_that_is_swapped_out_or_preempted_gives_no_hints() -> None:
+def test_a_request_that_is_preempted_gives_no_hints() -> None:
     manager = pool(Clock())
     manager.start("served", text(0))
     manager.extend("served", 32)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from kvframe.attention.storage import HostStorage
 from kvframe.cache.input_index import InputSequence, inputs_root
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import PlanError
 from kvframe.contract.specs import ENCODER, KVCacheSpec, LayerSpec
 from kvframe.planning.groups import group_layers
-from kvframe.planning.plan import KVCachePlan, plan_cache
-from tests.cache.plans import encoder, evict, evict_all, full, make_plan, ranged
+from kvframe.planning.plan import plan_cache
+from tests.cache.plans import encoder, evict, full, make_plan, ranged
 from tests.support import managers
 
 PROMPT = list(range(10))
@@ -151,50 +149,6 @@ def test_an_input_that_does_not_fit_leaves_everything_as_it_was() -> None:
     assert not manager.extend("a", 1)
     assert [[], []] == manager.block_ids("a")
     assert {ENCODER} == manager.missing_inputs("a")
-
-
-def swapping_manager(plan: KVCachePlan) -> tuple[KVCacheManager, torch.Tensor]:
-    pool = torch.randint(0, 256, (plan.total_bytes,), dtype=torch.uint8)
-    return KVCacheManager(plan, max_num_seqs=3, host_pages=HostStorage(plan, pool, 20)), pool
-
-
-def page_bytes(manager: KVCacheManager, pool: torch.Tensor, name: str, group: int) -> list[torch.Tensor]:
-    plan = manager.plan
-    size = plan.groups[group].page_bytes
-    return [pool[page * plan.block_id_bytes :][:size].clone() for page in manager.block_ids(name)[group]]
-
-
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_swapped_input_is_shared_again_or_comes_back_byte_by_byte(is_lost: bool) -> None:
-    manager, pool = swapping_manager(make_plan(full(), encoder(), num_slabs=40))
-    run(manager, "a", inputs=input_of())
-    places, before = manager.block_ids("a")[1], page_bytes(manager, pool, "a", 1)
-    assert manager.swap_out("a")
-    if is_lost:
-        evict_all(manager)
-        pool.zero_()
-    assert manager.swap_in("a", 11)
-    assert is_lost or places == manager.block_ids("a")[1]
-    for one, other in zip(before, page_bytes(manager, pool, "a", 1), strict=True):
-        assert torch.equal(one, other)
-    # Blocks that were swapped in are published again with the next token.
-    manager.commit("a", [*PROMPT, 1], 11)
-    manager.start("b", PROMPT, inputs=input_of())
-    assert frozenset() == manager.missing_inputs("b")
-    assert manager.block_ids("a")[1] == manager.block_ids("b")[1]
-
-
-def test_an_input_that_was_not_computed_before_a_swap_still_is_not() -> None:
-    manager, _ = swapping_manager(make_plan(full(), encoder(), num_slabs=40))
-    for name, num_tokens in (("a", 0), ("b", 4)):
-        manager.start(name, PROMPT, inputs=input_of())
-        assert manager.extend(name, num_tokens)
-        assert manager.swap_out(name)
-    for name in ("a", "b"):
-        assert manager.swap_in(name, 4)
-        assert {ENCODER} == manager.missing_inputs(name)
-        assert [1, 3] == [len(ids) for ids in manager.block_ids(name)]
-    assert manager.stats.blocks_held == [2, 6]
 
 
 def test_a_plan_counts_the_longest_input_whatever_the_tokens() -> None:

@@ -14,7 +14,7 @@ from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import KVFrameError, RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
-from tests.cache.definition import HostCopies
+from tests.cache.definition import PageCopies
 from tests.cache.plans import encoder, evict_all, full, make_plan, masked, ranged, state
 from tests.support.engines import numbers_of
 
@@ -59,13 +59,12 @@ def arrays(running: int, free: int) -> list[tuple[Any, Any]]:
 
 def make_manager(kind: str) -> KVCacheManager:
     plan = make_plan(*PLANS[kind], num_slabs=60, max_model_len=MAX_LEN, max_encoder_len=9)
-    host = HostCopies(plan, {})
-    manager = KVCacheManager(plan, max_num_seqs=4, host_pages=host, copier=host.copy_within, audited=True)
-    for name in ("running", "swapped", "ended"):
+    copier = PageCopies(plan, {}).copy_within
+    manager = KVCacheManager(plan, max_num_seqs=4, copier=copier, audited=True)
+    for name in ("running", "ended"):
         manager.start(name, TOKENS)
         assert manager.extend(name, 20)
         manager.commit(name, TOKENS, 20)
-    assert manager.swap_out("swapped")
     manager.free("ended")
     return manager
 
@@ -95,8 +94,6 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
         "extend": lambda name: manager.extend(name, 5),
         "commit": lambda name: manager.commit(name, TOKENS, 5),
         "shrink": manager.shrink,
-        "swap_out": manager.swap_out,
-        "swap_in": lambda name: manager.swap_in(name, 5),
         "free": manager.free,
         "row": manager.row,
         "block_ids": manager.block_ids,
@@ -109,10 +106,9 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
     wrong["extend"] += [lambda count=count: manager.extend("running", count) for count in COUNTS]
     wrong["commit"] += [lambda count=count: manager.commit("running", TOKENS, count) for count in (*COUNTS, 25)]
     wrong["commit"] += [lambda each=each: manager.commit("running", each, 20) for each in NO_SEQUENCES]
-    wrong["swap_in"] += [lambda count=count: manager.swap_in("swapped", count) for count in COUNTS]
     wrong["fork"] += [lambda each=each: manager.fork("running", "new", each) for each in PROMPTS]
     wrong["fork"] += [lambda name=name: manager.fork("running", name, TOKENS) for name in NAMES[1:]]
-    wrong["start"] = [lambda name=name: manager.start(name, TOKENS) for name in ("running", "swapped", *NAMES[1:])]
+    wrong["start"] = [lambda name=name: manager.start(name, TOKENS) for name in ("running", *NAMES[1:])]
     wrong["start"] += [lambda each=each: manager.start("new", **each) for each in prompts]
     wrong["find"] = [lambda each=each: manager.find(**each) for each in prompts]
     wrong_prompts = prompts
@@ -170,9 +166,7 @@ def test_a_wrong_argument_is_refused_and_changes_nothing(kind: str) -> None:
             assert "\n" not in str(caught.value), (verb, place)
             assert before == snapshot(manager), (verb, place)
     manager.audit()
-    assert manager.swap_in("swapped", 20)
-    for name in ("running", "swapped"):
-        manager.free(name)
+    manager.free("running")
     assert 0 == manager.num_held_pages
 
 

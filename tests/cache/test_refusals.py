@@ -16,7 +16,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.radix_tree import as_bytes
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
-from tests.cache.definition import HostCopies
+from tests.cache.definition import PageCopies
 from tests.cache.plans import encoder, full, make_plan, masked, ranged, state
 from tests.support.engines import pool_of
 
@@ -38,9 +38,8 @@ def make_manager(
     *specs: KVCacheSpec, max_num_seqs: int = 3, can_fork: bool = True, audited: bool = True
 ) -> KVCacheManager:
     plan = make_plan(*specs, num_slabs=60, max_model_len=MAX_LEN, max_encoder_len=MAX_ENCODER_LEN)
-    host = HostCopies(plan, {})
-    copier = host.copy_within if can_fork else None
-    return KVCacheManager(plan, max_num_seqs=max_num_seqs, host_pages=host, copier=copier, audited=audited)
+    copier = PageCopies(plan, {}).copy_within if can_fork else None
+    return KVCacheManager(plan, max_num_seqs=max_num_seqs, copier=copier, audited=audited)
 
 
 def start(manager: KVCacheManager, *names: str) -> None:
@@ -89,32 +88,6 @@ def test_room_for_more_tokens_than_the_plan_is_for_is_refused(kind: str, ask: As
     assert (0, 0.0) == (manager.num_held_pages, manager.usage)
 
 
-@pytest.mark.parametrize("kind", PLANS)
-def test_a_request_comes_back_with_room_for_the_longest_at_most(kind: str) -> None:
-    manager = make_manager(*PLANS[kind])
-    start(manager, "one", "two")
-    assert manager.swap_out("one")
-    before = state_of(manager, "two")
-    with pytest.raises(RequestError, match=r"^blocks for 31 tokens were asked for"):
-        manager.swap_in("one", MAX_LEN + 1)
-    assert before == state_of(manager, "two")
-    assert manager.swap_in("one", MAX_LEN)
-
-
-@pytest.mark.parametrize("kind", PLANS)
-def test_a_request_comes_back_with_blocks_for_all_its_computed_tokens(kind: str) -> None:
-    manager = make_manager(*PLANS[kind])
-    start(manager, "one", "two")
-    assert manager.swap_out("one")
-    before = state_of(manager, "two")
-    with pytest.raises(
-        RequestError, match=r"'one' has 20 computed tokens, .* not for 19; ask for at least 20$"
-    ) as caught:
-        manager.swap_in("one", len(TOKENS) - 1)
-    assert ("bad_count", before) == (caught.value.code, state_of(manager, "two"))
-    assert manager.swap_in("one", len(TOKENS))
-
-
 def test_an_input_that_is_longer_than_the_plan_is_for_is_refused() -> None:
     manager = make_manager(full(), encoder())
     before = state_of(manager)
@@ -151,8 +124,7 @@ def test_a_prefix_that_is_longer_than_the_plan_is_for_is_not_restored() -> None:
 @pytest.mark.parametrize("begin", ["start", "fork"])
 def test_a_name_in_use_and_a_full_table_are_refused(begin: str) -> None:
     manager = make_manager(full(), max_num_seqs=2)
-    start(manager, "one", "out")
-    assert manager.swap_out("out")
+    start(manager, "one")
 
     def ask(name: str) -> None:
         if begin == "start":
@@ -161,68 +133,43 @@ def test_a_name_in_use_and_a_full_table_are_refused(begin: str) -> None:
             manager.fork("one", name, TOKENS)
 
     before = state_of(manager, "one")
-    for name, where in (("one", "in the table"), ("out", "swapped out")):
-        with pytest.raises(RequestError, match=f"^a request '{name}' is {where} already; free it first") as caught:
-            ask(name)
-        assert caught.value.code == "duplicate_id"
-        assert before == state_of(manager, "one")
+    with pytest.raises(RequestError, match=r"^a request 'one' is in the table already; free it first") as caught:
+        ask("one")
+    assert caught.value.code == "duplicate_id"
+    assert before == state_of(manager, "one")
     ask("two")
     before = state_of(manager, "one", "two")
     with pytest.raises(RequestError, match=r"^no row of the table is free: there are 2; free a request") as caught:
         ask("three")
     assert caught.value.code == "no_row"
-    with pytest.raises(RequestError, match=r"^no row of the table is free"):
-        manager.swap_in("out", len(TOKENS))
     assert before == state_of(manager, "one", "two")
-    manager.free("two")
-    assert manager.swap_in("out", len(TOKENS))
-
-
-def test_only_what_is_swapped_out_is_swapped_in() -> None:
-    manager = make_manager(full())
-    start(manager, "one")
-    before = state_of(manager, "one")
-    for name, where in (("one", "it is in the table"), ("none", "there is none of that name")):
-        with pytest.raises(RequestError, match=f"^the request '{name}' is not swapped out: {where}") as caught:
-            manager.swap_in(name, len(TOKENS))
-        assert caught.value.code == "not_swapped"
-    assert before == state_of(manager, "one")
 
 
 def test_of_a_request_that_is_not_in_the_table_nothing_is_asked() -> None:
     manager = make_manager(full())
-    start(manager, "one", "out")
-    assert manager.swap_out("out")
+    start(manager, "one")
     before = state_of(manager, "one")
-    for name, where in (("none", "there is none of that name; start it"), ("out", "it is swapped out; swap it in")):
-        for verb in (
-            lambda name: manager.extend(name, 1),
-            lambda name: manager.commit(name, TOKENS, 1),
-            lambda name: manager.has_capacity(name, 1),
-            manager.missing_inputs,
-            manager.swap_out,
-            manager.row,
-            manager.block_ids,
-            manager.free,
-        ):
-            if (name, verb) == ("out", manager.free):
-                continue
-            with pytest.raises(RequestError, match=f"^the request '{name}' is not in the table: {where}$") as caught:
-                verb(name)
-            assert caught.value.code == "unknown_id"
-            assert before == state_of(manager, "one")
-    manager.free("out")
+    for verb in (
+        lambda name: manager.extend(name, 1),
+        lambda name: manager.commit(name, TOKENS, 1),
+        lambda name: manager.has_capacity(name, 1),
+        manager.missing_inputs,
+        manager.row,
+        manager.block_ids,
+        manager.free,
+    ):
+        with pytest.raises(RequestError, match=r"^the request 'none' is not in the table: there is none") as caught:
+            verb("none")
+        assert caught.value.code == "unknown_id"
+        assert before == state_of(manager, "one")
 
 
 def test_what_cannot_be_forked_is_refused_and_keeps_every_row() -> None:
     manager, without_copier = make_manager(full(), encoder()), make_manager(full(), can_fork=False)
-    start(manager, "out")
-    assert manager.swap_out("out")
     manager.start("new", TOKENS, inputs={ENCODER: InputSequence(3, b"x")})
     start(without_copier, "one")
     for cache, name, why in (
         (manager, "none", "it is not in the table"),
-        (manager, "out", "it is swapped out"),
         (manager, "new", "its inputs are not computed"),
         (without_copier, "one", "its manager has no copier for shared pages"),
     ):
@@ -246,7 +193,6 @@ for verb in (
     lambda: manager.start("one", [1, 2, 3]),
     lambda: manager.extend("one", 65),
     lambda: manager.fork("one", "two", [1, 2, 3]),
-    lambda: manager.swap_in("one", 3),
     lambda: manager.free("two"),
     lambda: manager.commit("one", [1, -2, 3, 4], 4),
 ):
@@ -263,7 +209,7 @@ def test_what_is_refused_is_refused_without_assertions_too() -> None:
     command = [sys.executable, "-O", "-c", WITHOUT_ASSERTIONS]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
-        *("duplicate_id", "too_long", "no_fork", "not_swapped", "unknown_id", "bad_token"),
+        *("duplicate_id", "too_long", "no_fork", "unknown_id", "bad_token"),
         *("0", "2"),
     ]
 
@@ -388,33 +334,6 @@ def test_a_request_that_follows_another_up_to_its_unreadable_token_continues_alo
     for name in tokens:
         manager.free(name)
     assert 24 == manager.find([*range(25)])
-
-
-def test_a_request_with_an_unreadable_token_is_swapped_in_up_to_that_token() -> None:
-    manager, others, tokens = make_manager(full(), max_num_seqs=2), [*KNOWN, 9, 9, 9, 9], [*KNOWN, 9, -1, 9, 9]
-    manager.start("other", others)
-    run_on(manager, "other", others, 12)
-    manager.start("one", tokens, use_prefix=False)
-    with pytest.raises(RequestError, match="-1 is not a token id"):
-        run_on(manager, "one", tokens, 12)
-    assert manager.swap_out("one")
-    assert manager.swap_in("one", 13)
-    assert manager.block_ids("other")[0][:2] == manager.block_ids("one")[0][:2]
-    manager.free("one")
-    manager.free("other")
-    assert 0 == manager.num_held_pages
-
-
-def test_the_request_that_took_the_row_of_a_swapped_one_is_named() -> None:
-    manager, tokens = make_manager(full(), max_num_seqs=1), [*KNOWN, -1, 9, 9, 9]
-    start(manager, "swapped")
-    row = manager.row("swapped")
-    assert manager.swap_out("swapped")
-    manager.start("one", tokens, use_prefix=False)
-    assert row == manager.row("one")
-    manager.record_events(b"s" * 32)
-    with pytest.raises(RequestError, match=r"^the request 'one' is committed"):
-        run_on(manager, "one", tokens, 12)
 
 
 def test_a_row_with_too_few_tokens_releases_what_its_window_passed() -> None:

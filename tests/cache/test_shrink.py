@@ -15,7 +15,7 @@ from kvframe import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import KVCacheSpec
-from tests.cache.plans import evict_all, full, make_plan, masked
+from tests.cache.plans import full, make_plan, masked
 from tests.support.managers import compute, make_manager
 
 MAX_LEN = 40
@@ -46,32 +46,23 @@ def by_reversed_labels(tokens: Sequence[tuple[int, ...]], count: int) -> list[tu
 class Pages:
     """The content of pages: of each slot the tokens up to it, as a stand-in for keys that depend on all of them."""
 
-    def __init__(self, specs: Sequence[KVCacheSpec], num_slabs: int) -> None:
-        self.specs, self.num_slabs = specs, num_slabs
-        self.slots: dict[tuple[str, int, int, int], tuple[int, ...]] = {}
+    def __init__(self, specs: Sequence[KVCacheSpec]) -> None:
+        self.specs = specs
+        self.slots: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def read(self, group: int, ids: Sequence[int], start: int, stop: int) -> list[tuple[int, ...]]:
         size = self.specs[group].block_size
-        return [self.slots["pool", group, ids[place // size], place % size] for place in range(start, stop)]
+        return [self.slots[group, ids[place // size], place % size] for place in range(start, stop)]
 
     def write(self, group: int, ids: Sequence[int], start: int, tokens: Sequence[tuple[int, ...]]) -> None:
         size = self.specs[group].block_size
         for place, token in enumerate(tokens, start):
-            self.slots["pool", group, ids[place // size], place % size] = token
-
-    def _copy(self, group: int, source: str, sources: Sequence[int], target: str, targets: Sequence[int]) -> None:
-        for before, after in zip(sources, targets, strict=True):
-            for slot in range(self.specs[group].block_size):
-                self.slots[target, group, after, slot] = self.slots.get((source, group, before, slot), (-1,))
+            self.slots[group, ids[place // size], place % size] = token
 
     def copy(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self._copy(group, "pool", sources, "pool", targets)
-
-    def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
-        self._copy(group, "pool", block_ids, "host", host_ids)
-
-    def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        self._copy(group, "host", host_ids, "pool", block_ids)
+        for before, after in zip(sources, targets, strict=True):
+            for slot in range(self.specs[group].block_size):
+                self.slots[group, after, slot] = self.slots.get((group, before, slot), (-1,))
 
     def move(self, num_tokens: int, blocks: Sequence[Sequence[int]], pages: Mapping[int, Sequence[int]]) -> None:
         for group, ids in pages.items():
@@ -103,18 +94,16 @@ class World:
     """A manager, the content of its pages, and what every request has to read."""
 
     def __init__(self, specs: Sequence[KVCacheSpec], num_slabs: int) -> None:
-        self.pages = Pages(specs, 12)
+        self.pages = Pages(specs)
         plan = make_plan(*specs, num_slabs=num_slabs, max_model_len=MAX_LEN)
         self.manager = KVCacheManager(
             plan,
             max_num_seqs=4,
-            host_pages=self.pages,
             copier=self.pages.copy,
             mover=self.pages.move,
             audited=True,
         )
         self.lives: dict[str, Life] = {}
-        self.swapped: set[str] = set()
 
     def start(self, name: str, tokens: list[int], num_prompt: int) -> None:
         least = min(spec.prompt_budget for spec in self.pages.specs if spec.prompt_budget is not None)
@@ -152,8 +141,6 @@ class World:
 
     def check(self) -> None:
         for name, life in self.lives.items():
-            if name in self.swapped:
-                continue
             row, tables = self.manager.row(name), self.manager.tables
             for group, ids in enumerate(self.manager.block_ids(name)):
                 spec, n = self.pages.specs[group], life.num_computed
@@ -177,8 +164,8 @@ class World:
 def test_each_request_reads_what_it_kept_and_what_followed(specs: list[KVCacheSpec], seed: int, num_slabs: int) -> None:
     source, world = random.Random(seed), World(specs, num_slabs)
     for number in range(40):
-        verb = source.choice(["start", "step", "step", "step", "step", "fork", "swap", "again", "free"])
-        running = [name for name in world.lives if name not in world.swapped]
+        verb = source.choice(["start", "step", "step", "step", "step", "fork", "free"])
+        running = list(world.lives)
         if verb == "start" and world.manager.num_free_rows and len(world.lives) < 4:
             length = source.randint(2, 24)
             # Few different tokens: many prompts begin alike, or with a prompt and its continuation.
@@ -194,25 +181,15 @@ def test_each_request_reads_what_it_kept_and_what_followed(specs: list[KVCacheSp
                 world.manager.fork(name, f"r{number}", tokens)
                 copies = {group: list(content) for group, content in life.content.items()}
                 world.lives[f"r{number}"] = attrs.evolve(life, tokens=tokens, content=copies)
-        elif verb == "swap" and running:
-            name = source.choice(running)
-            life = world.lives[name]
-            if (life.has_chosen or life.num_computed != life.num_prompt) and world.manager.swap_out(name):
-                world.swapped.add(name)
-        elif verb == "again" and world.swapped and world.manager.num_free_rows:
-            name = source.choice(sorted(world.swapped))
-            if world.manager.swap_in(name, world.lives[name].num_computed):
-                world.swapped.remove(name)
         elif verb == "free" and world.lives:
             name = source.choice(list(world.lives))
             world.manager.free(name)
             del world.lives[name]
-            world.swapped.discard(name)
         world.check()
 
 
 def with_pages(*specs: KVCacheSpec, num_slabs: int = 60) -> Any:
-    pages = Pages(specs, 0)
+    pages = Pages(specs)
     return make_manager(*specs, num_slabs=num_slabs, max_model_len=MAX_LEN, mover=lambda *_: None, copier=pages.copy)
 
 
@@ -250,20 +227,6 @@ def test_a_request_that_is_computed_again_finds_less_than_its_prompt() -> None:
     assert 20 == manager.start("b", tokens, num_prompt_tokens=24)
     manager.free("b")
     assert 16 == manager.start("b", tokens, num_prompt_tokens=20)
-
-
-def test_a_request_that_was_swapped_publishes_nothing_of_what_it_kept() -> None:
-    specs = [budget(4, 18)]
-    pages = Pages(specs, 12)
-    manager = make_manager(*specs, max_model_len=MAX_LEN, mover=lambda *_: None, host_pages=pages)
-    tokens = list(range(24))
-    compute(manager, "a", tokens[:20])
-    assert manager.shrink("a")
-    assert manager.swap_out("a")
-    evict_all(manager)
-    assert manager.swap_in("a", 24)
-    manager.commit("a", tokens, 24)
-    assert 0 == manager.find([*tokens, 24])
 
 
 def test_a_short_prompt_is_kept_whole() -> None:

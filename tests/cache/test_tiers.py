@@ -60,7 +60,7 @@ class Device:
         """Serve a prompt; return the tokens of its hit, after checking the bytes that a request reads after it."""
         inputs = {} if encoded is None else {ENCODER: encoded}
         request: Any = SimpleNamespace(
-            uses_prefix=True, forks_from=None, is_swapped=False, fetch=None, keeps_part=False,
+            uses_prefix=True, forks_from=None, fetch=None, keeps_part=False,
             token_ids=array("I", tokens), cache_salt="", input_sequences=inputs,
             num_prompt_tokens=len(tokens),
         )  # fmt: skip

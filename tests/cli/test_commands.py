@@ -135,12 +135,12 @@ def test_plan_states_the_allocation_of_a_run(model: Path, memory: str) -> None:
 
 def test_plan_states_the_host_memory_of_a_run(model: Path, tmp_path: Path) -> None:
     stack = tmp_path / "stack.toml"
-    stack.write_text('[cache]\nmemory = "8MiB"\npreemption = "swap"\nhost_memory = "3MB"\n')
+    stack.write_text('[cache]\nmemory = "8MiB"\nhost_memory = "3MB"\n')
     planned = run_json("plan", model, "--stack", stack)
     assert 3_000_000 - planned["slab_bytes"] < planned["host_bytes"] <= 3_000_000
     with Engine.from_pretrained(model, stack=Stack.from_file(stack)) as engine:
-        assert planned["host_bytes"] == manager_of(engine)._swapper._host_pages.bytes.numel()  # type: ignore[union-attr]
-    assert "for evicted blocks and preempted requests" in run("plan", model, "--stack", stack).stdout
+        assert planned["host_bytes"] == manager_of(engine).host_tier._host_pages.bytes.numel()  # type: ignore[union-attr]
+    assert "for evicted blocks" in run("plan", model, "--stack", stack).stdout
     assert 0 == run_json("plan", model, "--cache-memory", "8MiB")["host_bytes"]
 
 

@@ -24,7 +24,7 @@ CONFIG_KEYS = ["model_type", "hidden_size", "num_hidden_layers", "num_attention_
 RULE_KEYS = ["kind", "layers", "spec", "wrappers", "backend", "optional", "x"]
 STACK_KEYS = {
     "plugins": ["disabled", "required", "owners", "x"],
-    "cache": ["memory", "block_size", "hybrid", "dtype", "format", "prefix_caching", "eviction", "preemption", "x"],
+    "cache": ["memory", "block_size", "hybrid", "dtype", "format", "prefix_caching", "eviction", "x"],
     "engine": ["max_num_seqs", "max_num_batched_tokens", "max_model_len", "device", "compile", "graphs", "x"],
 }
 NAMES = ["auto", "torch", "cpu", "cuda:99", "float32", "float8", "sliding_window", "decode_only", "lru", "off", "64MiB"]

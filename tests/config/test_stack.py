@@ -40,7 +40,6 @@ block_size = 32
 hybrid = false
 dtype = "bfloat16"
 prefix_caching = false
-preemption = "swap"
 host_memory = "4GiB"
 disk = { path = "pages", size = "20GiB" }
 stores = ["fast", { name = "far", url = "x" }]
@@ -113,7 +112,6 @@ def test_file_is_read_in_full(tmp_path: Path) -> None:
             hybrid=False,
             dtype="bfloat16",
             prefix_caching=False,
-            preemption="swap",
             host_memory=4294967296,
             disk={"path": "pages", "size": "20GiB"},
             stores=(Use("fast"), Use("far", {"url": "x"})),
@@ -167,7 +165,7 @@ def test_an_error_in_the_syntax_of_toml_has_its_line(tmp_path: Path, content: by
 def test_unknown_key_names_file_path_keys_and_nearest() -> None:
     assert message({"cache": {"block_sise": 8}}) == (
         "my.toml: cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, disk, dtype, "
-        "events, eviction, format, host_memory, hybrid, key, max_kept_percent, memory, preemption, "
+        "events, eviction, format, host_memory, hybrid, key, max_kept_percent, memory, "
         "prefix_caching, stores; did you mean 'block_size'?"
     )
 
@@ -252,17 +250,14 @@ def test_all_problems_are_in_one_error() -> None:
         "my.toml: 3 problems",
         "  cache.hybrid must be true or false, not 'no' (a string)",
         "  cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, disk, dtype, events, "
-        "eviction, format, host_memory, hybrid, key, max_kept_percent, memory, preemption, "
+        "eviction, format, host_memory, hybrid, key, max_kept_percent, memory, "
         "prefix_caching, stores; did you mean 'block_size'?",
         "  engin: there is no key named 'engin'; known: cache, engine, limits, model, plugin, plugins, rules; "
         "did you mean 'engine'?",
     ]
 
 
-def test_swapping_needs_memory_to_swap_to() -> None:
-    assert message({"cache": {"preemption": "swap"}}) == (
-        'my.toml: cache needs host_memory if preemption is "swap": bytes of host memory, like "4GiB"'
-    )
+def test_host_memory_is_a_size() -> None:
     assert message({"cache": {"host_memory": "auto"}}) == (
         "my.toml: cache.host_memory must be a number of bytes, or a size like '2GiB', not 'auto' (a string)"
     )

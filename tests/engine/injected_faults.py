@@ -23,7 +23,7 @@ from tests.support.plugins import plugin
 KINDS: Mapping[str, str] = {
     "backend": "a backend raises in one of the step's layers",
     "memory": "no memory for a tensor, in any operation of a step: metadata, a layer, sampling, a copy to the host",
-    "swap": "a copy to host memory, or back, fails",
+    "host": "a copy to host memory, or back, fails",
     "shape": "a wrapper returns metadata of a wrong shape",
     "logits": "the model's output for one request is NaN",
     "state": "what a layer stores of one token is NaN",
@@ -68,10 +68,11 @@ class Faults:
         manager: Any = manager_of(parts)
         manager.extend_rows = self._before(manager.extend_rows, "books")
         manager.commit_rows = self._before(manager.commit_rows, "books")
-        host_pages: Any = manager._swapper._host_pages
-        if host_pages is not None:
-            host_pages.copy_out = self._before(host_pages.copy_out, "swap")
-            host_pages.copy_in = self._before(host_pages.copy_in, "swap")
+        tier: Any = manager.host_tier
+        if tier is not None:
+            host_pages = tier._host_pages
+            host_pages.copy_out = self._before(host_pages.copy_out, "host")
+            host_pages.copy_in = self._before(host_pages.copy_in, "host")
         storage_of(parts).fill = self._with_memory(storage_of(parts).fill)
         storage_of(parts).reserve = self._before(storage_of(parts).reserve, "resize")
         parts._advance = self._short_of_memory(parts._advance)

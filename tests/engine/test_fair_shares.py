@@ -211,25 +211,14 @@ LONGEST_WAIT = len(OWNERS) * MAX_LEN
 most. The longest wait seen is 28 steps."""
 
 
-class HostWithoutBytes:
-    """Host memory of four slabs for swapped requests, whose bytes nobody reads."""
-
-    num_slabs = 4
-
-    def copy_out(self, *_: object) -> None: ...
-
-    def copy_in(self, *_: object) -> None: ...
-
-
 def serve(
-    specs: Sequence[KVCacheSpec], arrivals: Sequence[Arrival], spare_slabs: int, prefix_caching: bool, swaps: bool
+    specs: Sequence[KVCacheSpec], arrivals: Sequence[Arrival], spare_slabs: int, prefix_caching: bool
 ) -> dict[str, int]:
     """Serve requests whose next token is always their length; return each owner's longest wait for a first token."""
     plan = make_plan(*specs, max_model_len=MAX_LEN, max_num_batched_tokens=CHUNK)
     needed = max(plan.num_slabs_for(plan.peak_blocks(min(MAX_LEN, each.prompt + each.new))) for each in arrivals)
     plan = attrs.evolve(plan, num_slabs=needed + spare_slabs)
-    host_pages = HostWithoutBytes() if swaps else None
-    manager = KVCacheManager(plan, max_num_seqs=NUM_ROWS, prefix_caching=prefix_caching, host_pages=host_pages)
+    manager = KVCacheManager(plan, max_num_seqs=NUM_ROWS, prefix_caching=prefix_caching)
     made: Scheduler[Request] = Scheduler(
         manager, max_num_seqs=NUM_ROWS, max_num_batched_tokens=CHUNK, shared_block_size=4
     )
@@ -278,7 +267,7 @@ def serve(
             assert arrival.aborted is not None
         else:
             assert ("length", min(MAX_LEN, arrival.prompt + arrival.new)) == (each.finish_reason, len(each.token_ids))
-    assert 0 == manager.num_held_pages == manager.stats.host_bytes_held
+    assert 0 == manager.num_held_pages
     assert 0 == len(made.waiting) == len(made.running)
     assert not made.waiting.has_several_owners
     assert [0] * len(OWNERS) == [made.waiting.num_running(owner) for owner in OWNERS]
@@ -291,7 +280,6 @@ def serve(
     flood=st.integers(0, 40),
     spare_slabs=st.integers(0, 12),
     prefix_caching=st.booleans(),
-    swaps=st.booleans(),
 )
 def test_every_request_ends_with_its_tokens_and_no_owner_waits_for_the_queues_of_others(
     specs: list[KVCacheSpec],
@@ -299,15 +287,14 @@ def test_every_request_ends_with_its_tokens_and_no_owner_waits_for_the_queues_of
     flood: int,
     spare_slabs: int,
     prefix_caching: bool,
-    swaps: bool,
 ) -> None:
     arrivals = [Arrival("a", 3, MAX_LEN, 0, None)] * flood + arrivals
-    waits = serve(specs, arrivals, spare_slabs, prefix_caching, swaps)
+    waits = serve(specs, arrivals, spare_slabs, prefix_caching)
     assert max(waits.values(), default=0) <= LONGEST_WAIT
 
 
 @pytest.mark.parametrize("flood", [0, 10, 100])
 def test_the_wait_for_a_first_token_does_not_depend_on_how_much_the_others_queue(flood: int) -> None:
     arrivals = [Arrival("a", 3, MAX_LEN, 0, None)] * flood + [Arrival("b", 3, 2, 10, None)]
-    waits = serve([full()], arrivals, 20, True, False)
+    waits = serve([full()], arrivals, 20, True)
     assert waits["b"] <= 1

@@ -98,7 +98,7 @@ def two() -> Iterator[Two]:
     found.end()
 
 
-def test_pages_are_filled_copied_and_swapped_on_every_rank(two: Two) -> None:
+def test_pages_are_filled_and_copied_on_every_rank_to_the_host_too(two: Two) -> None:
     own, own_host = two.mine
     own.fill(0, [1], 1.0)
     own.fill(0, [3], 3.0)

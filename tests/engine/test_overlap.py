@@ -76,13 +76,13 @@ def test_tokens_are_those_without_overlap(models: Callable[[str], TinyModel], fa
         assert 0 == held_pages(engine)
 
 
-@pytest.mark.parametrize(("family", "swap"), cover_values(FAMILIES, [False, True]))
-def test_preempted_requests_get_the_same_tokens(models: Callable[[str], TinyModel], family: str, swap: bool) -> None:
+@pytest.mark.parametrize(("family", "host_memory"), cover_values(FAMILIES, [None, "1MiB"]))
+def test_preempted_requests_get_the_same_tokens(
+    models: Callable[[str], TinyModel], family: str, host_memory: str | None
+) -> None:
     model = models(family)
     sizes = {"block_size": 4, "max_model_len": 96, "max_num_batched_tokens": 24}
-    options = {**sizes, "memory": model.tight_memory(96, **sizes)}
-    if swap:
-        options |= {"preemption": "swap", "host_memory": "1MiB"}
+    options = {**sizes, "memory": model.tight_memory(96, **sizes), "host_memory": host_memory}
     with model.engine(**sizes) as engine:
         expected = engine.generate(PROMPTS, PARAMS)
     with model.engine(overlap="on", **options) as engine:

@@ -35,7 +35,7 @@ def reference(model: TinyModel) -> list[tuple[int, ...]]:
         return [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
 
 
-@pytest.mark.parametrize("options", [{}, {"preemption": "swap", "host_memory": "1MiB"}, {"prefix_caching": False}])
+@pytest.mark.parametrize("options", [{}, {"host_memory": "1MiB"}, {"prefix_caching": False}])
 def test_requests_go_on_in_a_cache_of_another_size(
     model: TinyModel, reference: list[tuple[int, ...]], options: dict[str, Any]
 ) -> None:

@@ -86,12 +86,6 @@ class CountingCache:
             self.stored_inputs |= self.to_store[name]
             self.missing[name] = frozenset()
 
-    def swap_out(self, request_id: str) -> bool:
-        return False
-
-    def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
-        raise AssertionError("nothing was swapped out")
-
     def free(self, request_id: str, **hints: Any) -> None:
         self.num_free += self.held.pop(request_id)
 
@@ -280,10 +274,11 @@ def test_a_step_that_nobody_can_schedule_ends_its_requests_and_raises_once() -> 
     made = scheduler(cache, first, second, third)
     run(made, 1)
 
-    def refuse(request_id: str) -> bool:
+    def refuse_once(request_id: str) -> None:
+        del vars(cache)["free"]
         raise KeyError(request_id)
 
-    vars(cache)["swap_out"] = refuse
+    vars(cache)["free"] = refuse_once
     with pytest.raises(KeyError):
         made.schedule()
     assert [first, second] == made.take_failed()
@@ -434,77 +429,6 @@ def test_a_lone_request_that_cannot_go_on_starts_from_nothing_in_the_same_step()
     made = scheduler(ScatteredCache({"a": 8}, most=10), request("a", 9, 4), request("b", 20, 1), seqs=1)
     assert [{"a": 1}, {"a": 1}, {"a": 11}, {"a": 1}, {"b": 16}] == run(made, 5)
     assert 1 == made.stats.preemptions
-
-
-class SwappingCache(ScatteredCache):
-    """Accepts every swap; the blocks of hits are so placed that ``most`` holds for swapped requests too."""
-
-    def __init__(self, num_blocks: int = 1000, hits: dict[str, int] | None = None, most: int = 1000) -> None:
-        super().__init__(hits=hits or {}, most=most)
-        self.num_free = num_blocks
-        self.swapped: dict[str, int] = {}
-
-    def swap_out(self, request_id: str) -> bool:
-        self.swapped[request_id] = self.held[request_id]
-        self.free(request_id)
-        return True
-
-    def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
-        before = self.took_hit
-        self.held[request_id] = 0
-        self.took_hit = before | {request_id} if use_prefix else before - {request_id}
-        if self.extend(request_id, max(num_tokens, 4 * self.swapped[request_id])):
-            del self.swapped[request_id]
-            return True
-        del self.held[request_id]
-        self.took_hit = before
-        return False
-
-
-def test_a_swapped_request_goes_on_where_it_was() -> None:
-    cache = SwappingCache(num_blocks=4)
-    made = scheduler(cache, request("a", 8, 5), request("b", 7, 3))
-    assert [{"a": 8, "b": 7}, {"a": 1}, {"a": 1}, {"a": 1}, {"a": 1}] == run(made, 5)
-    assert (1, 1) == (made.stats.preemptions, made.stats.swaps)
-    assert [{"b": 1}, {"b": 1}] == run(made, 2)
-    assert (4, {}, {}) == (cache.num_free, cache.held, cache.swapped)
-
-
-def test_a_swapped_request_that_has_no_room_waits_though_its_next_token_would_have_some() -> None:
-    # "b" needs its two blocks back before "c", which needs one, may start.
-    made = scheduler(SwappingCache(num_blocks=4), request("a", 8, 5), request("b", 7, 3), request("c", 1, 1), seqs=2)
-    run(made, 5)
-    assert [{"b": 1, "c": 1}] == run(made, 1)
-
-
-def test_a_lone_request_whose_blocks_are_found_scattered_takes_them_anew() -> None:
-    made = scheduler(SwappingCache(num_blocks=4, most=7), request("a", 8, 5), request("b", 7, 3))
-    assert [{"a": 8, "b": 7}, {"a": 1}, {"a": 1}, {"a": 1}, {"a": 1}, {"b": 1}, {"b": 1}] == run(made, 7)
-
-
-def test_a_lone_request_that_cannot_go_on_is_swapped_and_taken_anew_in_the_same_step() -> None:
-    made = scheduler(SwappingCache(hits={"a": 8}, most=10), request("a", 9, 4), request("b", 20, 1), seqs=1)
-    assert [{"a": 1}, {"a": 1}, {"a": 1}, {"a": 1}, {"b": 16}] == run(made, 5)
-    assert (1, 1) == (made.stats.preemptions, made.stats.swaps)
-
-
-def test_a_request_that_runs_alone_takes_all_its_blocks_anew() -> None:
-    cache, lone = SwappingCache(), request("a", 9)
-    made = scheduler(cache, lone)
-    run(made, 1)
-    lone.runs_alone = True
-    made._preempt(lone)
-    assert [{"a": 1}] == run(made, 1)
-    assert set() == cache.took_hit
-
-
-def test_a_swapped_request_does_not_wait_for_a_prefix() -> None:
-    first, second = request("a", 9, first=1), request("b", 9, first=1)
-    made = scheduler(SwappingCache(hits={"b": 0}), second, shared=4)
-    run(made, 1)
-    made._preempt(second)
-    made.waiting.appendleft(first)
-    assert [{"a": 9, "b": 1}] == run(made, 1)
 
 
 def test_a_request_that_runs_alone_waits_until_the_others_are_done() -> None:

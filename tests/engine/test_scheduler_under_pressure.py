@@ -10,7 +10,6 @@ from kvframe_engine.scheduling.scheduler import Scheduler
 from kvframe_engine.scheduling.stats import SchedulerStats
 
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.swap import HostPages
 from kvframe.contract.specs import KVCacheSpec
 from tests.cache.plans import make_plan
 from tests.cache.test_manager import SPECS
@@ -23,13 +22,12 @@ def serve(
     lengths: list[tuple[int, int]],
     spare_slabs: int,
     prefix_caching: bool,
-    host_pages: HostPages | None = None,
 ) -> SchedulerStats:
     """Serve requests whose next token is always their length."""
     plan = make_plan(*specs, max_model_len=MAX_LEN, max_num_batched_tokens=CHUNK)
     needed = max(plan.num_slabs_for(plan.peak_blocks(min(MAX_LEN, prompt + new))) for prompt, new in lengths)
     plan = attrs.evolve(plan, num_slabs=needed + spare_slabs)
-    manager = KVCacheManager(plan, max_num_seqs=4, prefix_caching=prefix_caching, host_pages=host_pages)
+    manager = KVCacheManager(plan, max_num_seqs=4, prefix_caching=prefix_caching)
     scheduler = Scheduler(manager, max_num_seqs=4, max_num_batched_tokens=CHUNK, shared_block_size=4)
     requests = [
         Request.create(
@@ -51,7 +49,6 @@ def serve(
     assert all(request.finish_reason == "length" for request in requests)
     assert all(list(request.token_ids) == list(range(len(request.token_ids))) for request in requests)
     assert manager.num_held_pages == 0
-    assert manager.stats.host_bytes_held == 0
     return scheduler.stats
 
 

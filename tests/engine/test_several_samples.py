@@ -68,17 +68,13 @@ def test_a_cached_prompt_is_not_computed_again(model: TinyModel, reference: list
             assert reference == tokens_of(engine.generate([PROMPT], PARAMS))
 
 
-@pytest.mark.parametrize("swap", [False, True])
-def test_samples_that_are_preempted_go_on(model: TinyModel, reference: list[tuple[int, ...]], swap: bool) -> None:
+def test_samples_that_are_preempted_go_on(model: TinyModel, reference: list[tuple[int, ...]]) -> None:
     memory = model.tight_memory(55, block_size=4, max_num_batched_tokens=16)
-    options: dict[str, Any] = {"preemption": "swap", "host_memory": "1MiB"} if swap else {}
     with model.engine(
-        block_size=4, memory=memory, max_num_batched_tokens=16, prefix_caching=False, audit=True, **options
+        block_size=4, memory=memory, max_num_batched_tokens=16, prefix_caching=False, audit=True
     ) as engine:
         assert reference == tokens_of(engine.generate([PROMPT], PARAMS))
-        stats = engine.stats()
-        assert stats.preemptions > 0
-        assert swap == (stats.swaps > 0)
+        assert engine.stats().preemptions > 0
         assert 0 == held_pages(engine)
 
 

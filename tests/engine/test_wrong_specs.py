@@ -343,7 +343,7 @@ def serve(engine: Engine, prompts: list[list[int]]) -> list[RequestOutput]:
         last |= {output.request_id: output for output in engine.step()}
         if not engine.has_unfinished:
             break
-    assert (0, 0) == (held_pages(engine), manager_of(engine).stats.host_bytes_held)
+    assert 0 == held_pages(engine)
     manager_of(engine).audit()
     return [last[name] for name in names]
 
@@ -392,11 +392,13 @@ def test_a_request_that_reaches_a_wrong_answer_ends_and_others_do_not_notice(
         assert expected[0] == serve(engine, [prompts[0]])[0].token_ids
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_a_wrong_answer_under_pressure_ends_its_requests_and_no_others(llama: TinyModel, preemption: str) -> None:
+@pytest.mark.parametrize("host_memory", [None, "1MiB"])
+def test_a_wrong_answer_under_pressure_ends_its_requests_and_no_others(
+    llama: TinyModel, host_memory: str | None
+) -> None:
     where = WHERE[1]
     prompts = [ids(index, 20 + 11 * index) for index in range(1, 8)]
-    options = {"max_num_batched_tokens": 24, "memory": 40 * 1024, "preemption": preemption, "host_memory": "1MiB"}
+    options = {"max_num_batched_tokens": 24, "memory": 40 * 1024, "host_memory": host_memory}
     with engine_of(llama, window_of(), max_num_batched_tokens=24) as engine:
         expected = [output.token_ids for output in serve(engine, prompts)]
     with engine_of(llama, window_of("raises", where), **options) as engine:

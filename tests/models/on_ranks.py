@@ -184,17 +184,6 @@ def draft_headed(folder: Path) -> Result:
     return serve_headed(folder, drafts="mtp")
 
 
-def swap_draft_headed(folder: Path) -> Result:
-    """Drafts of prediction heads for requests that are preempted and swapped."""
-    # A rank has half of the model's heads, and pages with all of what the prediction heads keep.
-    memory = 163840 * 7 // 10 if "WORLD_SIZE" in os.environ else 163840
-    options: dict[str, Any] = {"max_model_len": 96, "preemption": "swap", "host_memory": "1MiB"}
-    with engine_of(folder / "headed", memory=memory, drafts="mtp", **options) as engine:
-        tokens, counts = tokens_of(engine.generate(PROMPTS, GREEDY)), counts_of(engine)
-        # Pages of other sizes divide slabs otherwise, so that other requests are swapped.
-        return {"tokens": tokens, **{key: counts[key] > 0 for key in ("swaps", "accepted_draft_tokens")}}
-
-
 def draft_of(engine: Engine) -> Result:
     """Return what an engine generates before and after its proposer knows the answers, and what the proposer saw."""
     ANSWERS.clear()
@@ -240,19 +229,14 @@ def serve_gemma(folder: Path, memory: int | None = None, **options: Any) -> Resu
         return {"tokens": tokens, "counts": counts_of(engine)}
 
 
-def swap_gemma(folder: Path) -> Result:
-    """Likewise, preempted and swapped to host memory."""
-    return serve_gemma(folder, preemption="swap", host_memory="1MiB")
+def host_gemma(folder: Path) -> Result:
+    """Likewise, with evicted blocks in host memory."""
+    return serve_gemma(folder, host_memory="1MiB")
 
 
 def draft_gemma(folder: Path, **options: Any) -> Result:
     """Preempted and recomputed, with the model as its own draft model."""
     return serve_gemma(folder, share_beside_draft(221184), drafts=drafts_of(folder, "gemma3_text"), **options)
-
-
-def swap_draft_gemma(folder: Path) -> Result:
-    """Likewise, preempted and swapped."""
-    return draft_gemma(folder, preemption="swap", host_memory="1MiB")
 
 
 def overlap_llama(folder: Path, overlap: str = "on") -> Result:
@@ -279,9 +263,9 @@ def overlap_gemma(folder: Path, **options: Any) -> Result:
         return {"tokens": tokens_of(engine.generate(PROMPTS, params)), "counts": counts_of(engine)}
 
 
-def overlap_swap_gemma(folder: Path) -> Result:
-    """Likewise, preempted and swapped to host memory."""
-    return overlap_gemma(folder, preemption="swap", host_memory="1MiB")
+def overlap_host_gemma(folder: Path) -> Result:
+    """Likewise, with evicted blocks in host memory."""
+    return overlap_gemma(folder, host_memory="1MiB")
 
 
 def overlap_any_calls(folder: Path, overlap: str = "on") -> Result:
@@ -397,18 +381,16 @@ CASES: Mapping[str, Callable[[Path], Result]] = {
         draft_states,
         serve_headed,
         draft_headed,
-        swap_draft_headed,
         draft_guessing,
         draft_from_hidden_states,
         serve_gemma,
-        swap_gemma,
+        host_gemma,
         overlap_llama,
         overlap_gemma,
-        overlap_swap_gemma,
+        overlap_host_gemma,
         overlap_any_calls,
         overlap_interrupt,
         draft_gemma,
-        swap_draft_gemma,
         serve_latents,
         serve_chosen_latents,
         serve_mixtral,

@@ -107,14 +107,13 @@ def test_samples_preempted_requests_drafts_and_steps_from_graphs_are_those_of_ge
     prompts = [[*range(3 + index, 31 + index)] for index in range(5)]
     expected = [generated(model, prompt) for prompt in prompts]
     tables: dict[str, Any]
-    for preemption in ({"preemption": "recompute"}, {"preemption": "swap", "host_memory": "1MiB"}):
-        tables = {
-            "cache": {**preemption, "memory": "160KiB", "block_size": 4, "audit": True},
-            "limits": {"max_num_batched_tokens": 32, "max_model_len": 64},
-        }
-        with Engine.from_pretrained(path, stack=Stack.from_mapping(tables)) as engine:
-            assert expected == [output.token_ids for output in engine.generate(prompts, GREEDY)]
-            assert engine.stats().preemptions > 0
+    tables = {
+        "cache": {"memory": "160KiB", "block_size": 4, "audit": True},
+        "limits": {"max_num_batched_tokens": 32, "max_model_len": 64},
+    }
+    with Engine.from_pretrained(path, stack=Stack.from_mapping(tables)) as engine:
+        assert expected == [output.token_ids for output in engine.generate(prompts, GREEDY)]
+        assert engine.stats().preemptions > 0
     with Engine.from_pretrained(path, stack=make_stack(path, drafts="ngram")) as engine:
         outputs = engine.generate(prompts[:1], attrs.evolve(GREEDY, n=2))
         assert [expected[0]] * 2 == [output.token_ids for output in outputs]

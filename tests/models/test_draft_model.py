@@ -248,14 +248,13 @@ def test_other_settings_change_nothing(models: Models, family: str, setting: str
     check_twin(model, greedy(model), **OTHER_SETTINGS[setting])
 
 
-@pytest.mark.parametrize(("family", "preemption"), few(1, cover_values(["llama", "lfm2"], ["recompute", "swap"])))
-def test_its_state_is_right_after_preemption(models: Models, family: str, preemption: str) -> None:
+@pytest.mark.parametrize("family", few(1, ["llama", "lfm2"]))
+def test_its_state_is_right_after_preemption(models: Models, family: str) -> None:
     model = models(family)
     memory = model.tight_memory(81, drafts=by(model.path))
-    options = {"memory": memory, "preemption": preemption, "host_memory": "1MiB", "audit": True}
+    options = {"memory": memory, "host_memory": "1MiB", "audit": True}
     stats = check_twin(model, greedy(model), **options)
     assert stats.preemptions > 0
-    assert (stats.swaps > 0) == (preemption == "swap")
 
 
 @pytest.mark.parametrize("family", ["lfm2", pytest.param("gemma3_text", marks=pytest.mark.whole)])

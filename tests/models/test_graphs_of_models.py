@@ -113,21 +113,19 @@ def test_every_step_that_only_generates_is_replayed_with_equal_tokens(
     assert {None} >= {*others}
 
 
-@pytest.mark.parametrize(
-    ("family", "preemption"), few(2, cover_pairs(("llama", "falcon_h1", "lfm2"), ("recompute", "swap")))
-)
+@pytest.mark.parametrize(("family", "host_memory"), few(2, cover_pairs(("llama", "falcon_h1", "lfm2"), (None, "1MiB"))))
 def test_preempted_requests_with_drafts_are_replayed_with_equal_tokens(
-    models: Callable[[str], TinyModel], family: str, preemption: str
+    models: Callable[[str], TinyModel], family: str, host_memory: str | None
 ) -> None:
     model = models(family)
     expected, _ = serve(model, family)
     options: dict[str, Any] = {"drafts": "knowing", "max_model_len": 96, "block_size": 4}
     memory = model.tight_memory(75, **options) * 5 // 4
-    options |= {"memory": memory, "preemption": preemption, "host_memory": "1MiB", "max_num_batched_tokens": 24}
+    options |= {"memory": memory, "host_memory": host_memory, "max_num_batched_tokens": 24}
     with model.engine(**options_of(family), **options, graphs=[1, 2, 4]) as engine:
         assert expected == [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
         stats, runner = engine.stats(), cast(Any, runner_of(engine))
-        assert (stats.preemptions > 0, stats.swaps > 0) == (True, preemption == "swap")
+        assert stats.preemptions > 0
         assert runner.graphs.num_replays > 0
         assert stats.accepted_draft_tokens > 0
 

@@ -126,10 +126,10 @@ def test_a_compiled_model_gives_them(models: Callable[[str], TinyModel], family:
     check_asked()
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_a_preempted_request_gets_none_or_its_own(models: Callable[[str], TinyModel], preemption: str) -> None:
+@pytest.mark.parametrize("host_memory", [None, "1MiB"])
+def test_a_preempted_request_gets_none_or_its_own(models: Callable[[str], TinyModel], host_memory: str | None) -> None:
     model = models("llama")
-    options: dict[str, Any] = {"preemption": preemption, "host_memory": "1MiB", "block_size": 4}
+    options: dict[str, Any] = {"host_memory": host_memory, "block_size": 4}
     memory = model.tight_memory(100, drafts="checking", block_size=4)
     stats, _ = serve(model, "llama", memory=memory, **options)
     assert stats.preemptions > 0

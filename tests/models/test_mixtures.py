@@ -183,24 +183,20 @@ def test_a_shared_prefix_is_computed_once(models: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mixture", "prefix_caching", "preemption"),
-    few(2, cover_values(MIXTURES, product((True, False), ("recompute", "swap")))),
+    ("mixture", "prefix_caching", "host_memory"),
+    few(2, cover_values(MIXTURES, product((True, False), (None, "4MiB")))),
 )
 def test_preempted_requests_give_the_same_tokens(
-    models: Any, references: Any, mixture: str, prefix_caching: bool, preemption: str
+    models: Any, references: Any, mixture: str, prefix_caching: bool, host_memory: str | None
 ) -> None:
     expected = references(mixture)
     options: dict[str, Any] = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 5}
     options["states"] = {"checkpoints": "aligned" if prefix_caching else "none"}
     memory = models(mixture).tight_memory(75, **options) * 4 // 3
-    options |= {"memory": memory, "max_num_seqs": 8, "preemption": preemption}
-    if preemption == "swap":
-        options["host_memory"] = "4MiB"
+    options |= {"memory": memory, "max_num_seqs": 8, "host_memory": host_memory}
     with models(mixture).engine(prefix_caching=prefix_caching, **options) as engine:
         assert expected == served(engine)
-        stats = engine.stats()
-        assert 0 < stats.preemptions
-        assert stats.swaps == (stats.preemptions if preemption == "swap" else 0)
+        assert 0 < engine.stats().preemptions
 
 
 # --- an encoder and a decoder with windows and cross-attention --------------------------------------------------------
@@ -235,8 +231,8 @@ def test_windows_full_and_cross_attention_have_a_group_each(translator: TinyMode
 
 
 @pytest.mark.parametrize(
-    ("block_size", "chunk", "prefix_caching", "preemption"),
-    few(2, cover_pairs([(4, 12), (5, 7)], (True, False), (None, "recompute", "swap"))),
+    ("block_size", "chunk", "prefix_caching", "is_tight"),
+    few(2, cover_pairs([(4, 12), (5, 7)], (True, False), (False, True))),
 )
 def test_a_decoder_with_windows_and_cross_attention_gives_the_tokens_of_its_dense_forward(
     translator: TinyModel,
@@ -244,20 +240,16 @@ def test_a_decoder_with_windows_and_cross_attention_gives_the_tokens_of_its_dens
     block_size: int,
     chunk: int,
     prefix_caching: bool,
-    preemption: str | None,
+    is_tight: bool,
 ) -> None:
     options: dict[str, Any] = {"block_size": block_size, "max_num_batched_tokens": chunk, "max_model_len": 96}
-    if preemption:
+    if is_tight:
         options["memory"] = translator.tight_memory(65, {"encoder": 41}, **options)
-        options["preemption"] = preemption
-    if preemption == "swap":
-        options["host_memory"] = "4MiB"
     with translator.engine(prefix_caching=prefix_caching, max_num_seqs=8, self_check=True, **options) as engine:
         for _ in range(2):
             outputs = engine.generate(encoder_prompts("t5gemma"), GREEDY)
             assert translations == [output.token_ids for output in outputs]
             assert 0 == held_pages(engine)
         stats = engine.stats()
-        assert bool(preemption) == (stats.preemptions > 0)
-        assert stats.swaps == (stats.preemptions if preemption == "swap" else 0)
+        assert is_tight == (stats.preemptions > 0)
         assert prefix_caching == (stats.cached_prompt_tokens > 0)

@@ -235,14 +235,13 @@ def test_pages_of_fewer_bits_hold_the_keys_of_heads_too(models: Models) -> None:
         assert not runner_of(engine).draft.is_set_aside
 
 
-@pytest.mark.parametrize(("family", "preemption"), keep(cover_values(HEADED, ["recompute", "swap"]), "mellum"))
-def test_the_drafts_are_right_after_preemption(models: Models, family: str, preemption: str) -> None:
+@pytest.mark.parametrize("family", keep(HEADED, "mellum"))
+def test_the_drafts_are_right_after_preemption(models: Models, family: str) -> None:
     headed = models(family)
     memory = headed.model.tight_memory(81, drafts="meddling")
-    options = {"memory": memory, "preemption": preemption, "host_memory": "1MiB", "audit": True}
+    options = {"memory": memory, "host_memory": "1MiB", "audit": True}
     stats = check(headed, prompts=PROMPTS, **options)
     assert stats.preemptions > 0
-    assert (stats.swaps > 0) == (preemption == "swap")
 
 
 @pytest.mark.parametrize("family", keep(HEADED, "deepseek_v3"))

@@ -101,32 +101,24 @@ def test_tokens_equal_those_of_the_definition(
         assert prefix_caching == (engine.stats().cached_prompt_tokens > 0)
 
 
-@pytest.mark.parametrize(("preemption", "block_size"), cover_values(["recompute", "swap"], [4, 8]))
-def test_preempted_requests_give_the_same_tokens(model: Served, preemption: str, block_size: int) -> None:
+@pytest.mark.parametrize(("host_memory", "block_size"), cover_values([None, "2MiB"], [4, 8]))
+def test_preempted_requests_give_the_same_tokens(model: Served, host_memory: str | None, block_size: int) -> None:
     options: dict[str, Any] = {"max_model_len": 96, "max_num_batched_tokens": 12, "max_num_seqs": 8}
     options["block_size"] = block_size
     memory = model.model.tight_memory(75, rules=rules(), **options)
-    if preemption == "swap":
-        options |= {"preemption": "swap", "host_memory": "2MiB"}
-    with model.engine(memory=memory, **options) as engine:
+    with model.engine(memory=memory, host_memory=host_memory, **options) as engine:
         assert model.tokens == served(engine)
-        stats = engine.stats()
-        assert 0 < stats.preemptions
-        assert (0 < stats.swaps) == (preemption == "swap")
+        assert 0 < engine.stats().preemptions
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_a_request_that_is_preempted_after_each_token_chooses_the_same(model: Served, preemption: str) -> None:
-    options = {"preemption": "swap", "host_memory": "2MiB"} if preemption == "swap" else {}
-    with model.engine(block_size=4, **options) as engine:
+def test_a_request_that_is_preempted_after_each_token_chooses_the_same(model: Served) -> None:
+    with model.engine(block_size=4) as engine:
         tokens: list[int] = []
         for output in engine.stream(PROMPTS[3], GREEDY):
             tokens += output.new_token_ids
             if output.finish_reason is None:
                 scheduler_of(engine).preempt_last()
         assert model.tokens[3] == tuple(tokens)
-        # Between the prompt's last token and the choice, the request cannot be swapped.
-        assert engine.stats().swaps == (NUM_NEW_TOKENS - 2 if preemption == "swap" else 0)
 
 
 def test_right_drafts_wait_for_the_choice(model: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,11 +57,11 @@ def test_families_that_no_code_names_give_the_tokens_of_generate(models: Any, re
 
 
 @pytest.mark.parametrize(
-    ("family", "checkpoints", "prefix_caching", "preemption"),
-    few(3, cover_values(HYBRID_FAMILIES, [(*kept, how) for kept in CACHES for how in ("recompute", "swap")])),
+    ("family", "checkpoints", "prefix_caching", "host_memory"),
+    few(3, cover_values(HYBRID_FAMILIES, [(*kept, host) for kept in CACHES for host in (None, "4MiB")])),
 )
 def test_preempted_requests_give_the_same_tokens(
-    models: Any, references: Any, family: str, checkpoints: str, prefix_caching: bool, preemption: str
+    models: Any, references: Any, family: str, checkpoints: str, prefix_caching: bool, host_memory: str | None
 ) -> None:
     expected = references(family)
     options: dict[str, Any] = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 4}
@@ -69,14 +69,10 @@ def test_preempted_requests_give_the_same_tokens(
     memory = models(family).tight_memory(75, **options)
     if checkpoints == "none":
         memory = memory * 5 // 4  # the least memory has states for one request only, so nothing would be preempted
-    options |= {"preemption": preemption, "prefix_caching": prefix_caching, "max_num_seqs": 8, "memory": memory}
-    if preemption == "swap":
-        options["host_memory"] = "4MiB"
+    options |= {"host_memory": host_memory, "prefix_caching": prefix_caching, "max_num_seqs": 8, "memory": memory}
     with models(family).engine(**options) as engine:
         assert expected == served(engine)
-        stats = engine.stats()
-        assert stats.preemptions > 0
-        assert (stats.preemptions if preemption == "swap" else 0) == stats.swaps
+        assert engine.stats().preemptions > 0
 
 
 @ALL

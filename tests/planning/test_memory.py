@@ -134,7 +134,7 @@ def test_a_pool_beyond_the_machine_is_refused() -> None:
 
 def test_a_host_store_beyond_the_machine_is_refused() -> None:
     plan = plan_of(10_000)
-    with pytest.raises(PlanError, match=r"the host has no \d+ bytes to swap to; ask for less host_memory; this proc"):
+    with pytest.raises(PlanError, match=r"the host has no \d+ bytes to keep evicted pages in; ask for less host_mem"):
         HostStorage(plan, KVCacheStorage(plan, GROUPING, CPU).pool, physical() // plan.slab_bytes + 1)
 
 
@@ -161,8 +161,8 @@ def test_whatever_grows_with_a_limit_is_refused(what: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"memory": 2**43}, r"the host has no \d+ bytes: \d+ for the cache, 0 to swap to"),
-        ({"preemption": "swap", "host_memory": MAX_SIZE}, r"for the cache, \d+ to swap to"),
+        ({"memory": 2**43}, r"the host has no \d+ bytes: \d+ for the cache, 0 for evicted blocks"),
+        ({"host_memory": MAX_SIZE}, r"for the cache, \d+ for evicted blocks"),
         ({"max_num_seqs": MAX_WHOLE}, f"for the tokens of {MAX_WHOLE} requests of 512"),
     ],
 )
@@ -175,8 +175,8 @@ def test_an_engine_beyond_the_machine_is_refused(options: Any, said: str, models
 def test_parts_that_fit_alone_and_not_together_are_refused(models: Any) -> None:
     llama: TinyModel = models("llama")
     share = physical() * 6 // 10
-    with pytest.raises(PlanError, match=r"for the cache, [1-9][0-9]+ to swap to"):
-        llama.engine(memory=share, preemption="swap", host_memory=share)
+    with pytest.raises(PlanError, match=r"for the cache, [1-9][0-9]+ for evicted blocks"):
+        llama.engine(memory=share, host_memory=share)
 
 
 def test_a_cache_cannot_grow_beyond_the_machine(models: Any) -> None:

@@ -128,7 +128,7 @@ def test_if_no_layer_keeps_state_no_memory_is_measured_or_checked(
     memory: str | int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("kvframe.planning.sizing._available_bytes")
-    stack = Stack.from_mapping({"cache": {"memory": memory, "preemption": "swap", "host_memory": 1}})
+    stack = Stack.from_mapping({"cache": {"memory": memory, "host_memory": 1}})
     plan = plan_for_stack(group_layers([layer("a", None)]), stack, 64)
     assert (0, 0, 0) == (plan.total_bytes, plan.num_slabs, num_host_slabs(plan, stack))
 

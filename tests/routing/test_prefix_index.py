@@ -27,11 +27,10 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from kvframe.routing import EventBatch, PrefixIndex, from_plain, to_plain
-from tests.cache.definition import HostCopies
 from tests.cache.mirror import SECRET
 from tests.cache.plans import encoder, full, make_plan, masked, ranged, rollback, state
 from tests.cache.test_manager import SPECS
-from tests.support.managers import compute, make_manager, serve
+from tests.support.managers import HostWithoutBytes, compute, make_manager, serve
 
 MAX_LEN, CHUNK = 40, 8
 ENCODED = InputSequence(9, b"sound")
@@ -125,9 +124,7 @@ OF_PLUGINS = st.one_of(
 PROMPTS = st.tuples(st.integers(0, 2), st.integers(1, MAX_LEN), st.integers(0, 1), st.sampled_from(["", "", "anna"]))
 """The branch that a prompt's tokens follow, its length, its input, and its salt."""
 OPERATIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["serve", "serve", "begin", "free", "swap", "reset", "mirror", "mirror", "mirror"]), PROMPTS
-    ),
+    st.tuples(st.sampled_from(["serve", "serve", "begin", "free", "reset", "mirror", "mirror", "mirror"]), PROMPTS),
     max_size=14,
 )
 
@@ -147,9 +144,8 @@ class Caches:
         self.managers = {}
         for name in ("one", "two"):
             pool = attrs.evolve(plan, num_slabs=least + num_slabs)
-            host = HostCopies(pool, {})
-            host.num_slabs = host_slabs
-            manager = KVCacheManager(pool, max_num_seqs=2, host_pages=host if host_slabs else None)
+            host = HostWithoutBytes(host_slabs) if host_slabs else None
+            manager = KVCacheManager(pool, max_num_seqs=2, host_pages=host)
             if host_slabs:
                 manager.watch_pages(SECRET)
             self.managers[name] = manager
@@ -169,13 +165,9 @@ class Caches:
             self.check(prompt)
         elif operation == "reset":
             manager.reset_prefix_cache()
-        elif operation in ("free", "swap") and name in self.running:
-            if operation == "swap" and manager.host_tier is not None and manager.swap_out(name):
-                assert manager.swap_in(name, len(self.running[name])) or not manager.free(name)
-            else:
-                manager.free(name)
-            if operation == "free" or name not in manager._entries:
-                self.running.pop(name)
+        elif operation == "free" and name in self.running:
+            manager.free(name)
+            self.running.pop(name)
         elif operation in ("serve", "begin") and name not in self.running:
             done = manager.start(name, tokens, **options)
             end = len(tokens) if operation == "serve" else (done + len(tokens) + 1) // 2
@@ -303,9 +295,7 @@ def test_a_prompt_is_hashed_once_for_all_engines(monkeypatch: pytest.MonkeyPatch
 
 def test_blocks_in_host_memory_are_found_beside_those_on_the_device() -> None:
     plan = make_plan(full(4), num_slabs=5)
-    host = HostCopies(plan, {})
-    host.num_slabs = 8
-    manager = KVCacheManager(plan, max_num_seqs=2, host_pages=host)
+    manager = KVCacheManager(plan, max_num_seqs=2, host_pages=HostWithoutBytes(8))
     manager.watch_pages(SECRET)
     index, log = PrefixIndex(SECRET), manager.record_events(SECRET)
     first, second = [*range(16)], [*range(100, 116)]

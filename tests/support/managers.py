@@ -12,6 +12,19 @@ from tests.cache.plans import make_plan
 PLAN = ("max_model_len", "max_num_batched_tokens", "max_encoder_len")
 
 
+class HostWithoutBytes:
+    """Host memory of some slabs, whose bytes nobody reads."""
+
+    def __init__(self, num_slabs: int) -> None:
+        self.num_slabs = num_slabs
+
+    def copy_out(self, *_: object) -> None:
+        """Copy nothing."""
+
+    def copy_in(self, *_: object) -> None:
+        """Copy nothing."""
+
+
 def make_manager(*specs: KVCacheSpec, num_slabs: int = 60, max_num_seqs: int = 4, **options: Any) -> KVCacheManager:
     """Return a manager of a pool of so many slabs; the options are those of ``make_plan`` and of the manager."""
     plan = make_plan(*specs, num_slabs=num_slabs, **{name: options.pop(name) for name in PLAN if name in options})

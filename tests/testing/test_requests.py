@@ -16,7 +16,7 @@ from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.specs import KVCacheSpec
 from tests.cache.plans import full, make_plan, masked, ranged, state
 
-VERBS = {"start", "extend", "commit", "fork", "swap_out", "swap_in", "free", "reset"}
+VERBS = {"start", "extend", "commit", "fork", "free", "reset"}
 MIXTURES: tuple[tuple[KVCacheSpec, ...], ...] = (
     (full(2), ranged(window=5)),
     (state(every=2), full(2), masked(chunk=6)),
@@ -25,7 +25,7 @@ MIXTURES: tuple[tuple[KVCacheSpec, ...], ...] = (
 
 
 def make(plan: KVCachePlan, contents: PageContents, **options: Any) -> KVCacheManager:
-    return KVCacheManager(plan, max_num_seqs=4, copier=contents.copy_within, host_pages=contents, **options)
+    return KVCacheManager(plan, max_num_seqs=4, copier=contents.copy_within, **options)
 
 
 @pytest.mark.parametrize("specs", MIXTURES)
@@ -98,11 +98,6 @@ class CopiesNothing(PageContents):
         pass
 
 
-class LosesCopies(PageContents):
-    def copy_in(self, *arguments: Any) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
     ("manager", "law"),
     [
@@ -118,18 +113,17 @@ class LosesCopies(PageContents):
 )
 def test_a_manager_with_a_fault_is_found(manager: type[KVCacheManager], law: str) -> None:
     def make(plan: KVCachePlan, contents: PageContents) -> KVCacheManager:
-        return manager(plan, max_num_seqs=400, copier=contents.copy_within, host_pages=contents)
+        return manager(plan, max_num_seqs=400, copier=contents.copy_within)
 
     with pytest.raises(ConformanceError, match=rf"^seed 3, event \d+: .*({law})"):
         check_manager(make, make_plan(full(2), ranged(window=5), num_slabs=80), seed=3)
 
 
-@pytest.mark.parametrize("memory", [CopiesNothing, LosesCopies])
-def test_bytes_that_are_not_copied_are_found(memory: type[PageContents]) -> None:
+def test_bytes_that_are_not_copied_are_found() -> None:
     def make(plan: KVCachePlan, contents: PageContents) -> KVCacheManager:
-        copies = memory(plan)
+        copies = CopiesNothing(plan)
         copies.pages = contents.pages
-        return KVCacheManager(plan, max_num_seqs=4, copier=copies.copy_within, host_pages=copies)
+        return KVCacheManager(plan, max_num_seqs=4, copier=copies.copy_within)
 
     with pytest.raises(ConformanceError, match="the state after"):
         check_manager(make, make_plan(full(4), num_slabs=40))
@@ -162,4 +156,4 @@ def test_a_host_needs_four_verbs() -> None:
     def make_host(plan: KVCachePlan, contents: PageContents) -> Any:
         return OnlyItsVerbs(make(plan, contents))
 
-    assert VERBS - {"fork", "swap_out", "swap_in", "reset"} == check_manager(make_host, make_plan(full())).keys()
+    assert VERBS - {"fork", "reset"} == check_manager(make_host, make_plan(full())).keys()

@@ -26,7 +26,7 @@ from tests.support.engines import manager_of, pool_of
 STEP_SECONDS, TOKEN_SECONDS = 0.03, 0.003
 FAULTS = 1 / 40
 """The share of steps before which a fault is armed."""
-MOST_AFTER = {"memory": 60, "swap": 0}
+MOST_AFTER = {"memory": 60, "host": 0}
 """How often the place of a fault may be reached before it strikes; 3 for other faults."""
 MOST_STEPS_ARMED = 100
 """If a fault's place, such as a copy to host memory, is not reached by then, another fault is armed."""
@@ -60,9 +60,9 @@ class Soak:
         self._operator = Operator(
             self.engine, self.faults, served.prompts, source, self.counts, self.wrong["differences"]
         )
-        # The operator injects wrong sizes; other faults need swapping or a wrapper.
+        # The operator injects wrong sizes; other faults need host memory or a wrapper.
         left_out = {"resize"}
-        left_out |= set() if "host_memory" in served.scenario.cache else {"swap"}
+        left_out |= set() if "host_memory" in served.scenario.cache else {"host"}
         left_out |= set() if served.scenario.wrappers else {"shape"}
         self._kinds = [kind for kind in KINDS if kind not in left_out]
         self._source = random.Random(f"{served.scenario.name}-faults-{seed}")
@@ -204,7 +204,7 @@ class Soak:
         for what, found, expected in (
             ("requests without an end", len(self._running), 0),
             ("pages held", manager.num_held_pages, 0),
-            ("bytes held in host memory", manager.stats.host_bytes_held, 0),
+            ("bytes held in host memory", 0 if manager.host_tier is None else manager.host_tier.pool.held_bytes, 0),
             ("rows free", manager.num_free_rows, self.engine.stack.limits.max_num_seqs),
             ("slabs idle", pool_of(manager).num_idle_slabs, self.engine.plan.num_slabs),
             ("pages cached", pool_of(manager).num_cached, 0),

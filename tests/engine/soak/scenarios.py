@@ -58,29 +58,29 @@ class Scenario:
     has_owners: bool = False
 
 
-SWAP: dict[str, Any] = {"block_size": 4, "preemption": "swap", "host_memory": "192KiB"}
+WITH_HOST: dict[str, Any] = {"block_size": 4, "host_memory": "192KiB"}
 SCENARIOS = (
     Scenario(
         name="windows",
         family="gemma3_text",
-        what="windows of 8 tokens beside full attention, swapping, a wrapper",
+        what="windows of 8 tokens beside full attention, 192 KiB of host memory, a wrapper",
         longest=88,
-        cache=SWAP,
+        cache=WITH_HOST,
         wrappers=(Careless.name,),
     ),
     Scenario(
         name="states",
         family="bamba",
-        what="Mamba-2 states beside full attention, computing again",
+        what="Mamba-2 states beside full attention",
         longest=72,
     ),
     Scenario(
         name="encoder",
         family="t5gemma",
-        what="an encoder and a decoder, both with windows and full attention, swapping",
+        what="an encoder and a decoder, both with windows and full attention, 192 KiB of host memory",
         longest=64,
         longest_input=41,
-        cache=SWAP,
+        cache=WITH_HOST,
     ),
     Scenario(
         name="three-blocks",
@@ -88,7 +88,7 @@ SCENARIOS = (
         what="a pool of three blocks of four tokens, counted anew after every operation",
         longest=12,
         longest_output=6,
-        cache={**SWAP, "host_memory": "16KiB", "audit": True},
+        cache={**WITH_HOST, "host_memory": "16KiB", "audit": True},
         limits={"max_num_seqs": 3, "max_num_batched_tokens": 8},
         per_second=0.2,
     ),
@@ -99,7 +99,7 @@ SCENARIOS_WITH_STORES = (
     Scenario(
         name="full",
         family="llama",
-        what="full attention, a store and 48 KiB of host memory, computing again",
+        what="full attention, a store and 48 KiB of host memory",
         longest=72,
         cache={**STORES, "host_memory": "48KiB"},
         has_owners=True,
@@ -107,16 +107,16 @@ SCENARIOS_WITH_STORES = (
     Scenario(
         name="windows",
         family="gemma3_text",
-        what="windows of 8 tokens beside full attention, a store, swapping to 64 KiB of host memory",
+        what="windows of 8 tokens beside full attention, a store, 64 KiB of host memory",
         longest=88,
-        cache={**STORES, **SWAP, "host_memory": "64KiB"},
+        cache={**STORES, **WITH_HOST, "host_memory": "64KiB"},
         wrappers=(Careless.name,),
         has_owners=True,
     ),
     Scenario(
         name="states",
         family="bamba",
-        what="Mamba-2 states beside full attention, a store alone, computing again",
+        what="Mamba-2 states beside full attention, a store alone",
         longest=72,
         cache=STORES,
         has_owners=True,
@@ -124,18 +124,18 @@ SCENARIOS_WITH_STORES = (
     Scenario(
         name="latents",
         family="deepseek_v3",
-        what="latents, a store, swapping to 24 KiB of host memory",
+        what="latents, a store, 24 KiB of host memory",
         longest=72,
-        cache={**STORES, **SWAP, "host_memory": "24KiB"},
+        cache={**STORES, **WITH_HOST, "host_memory": "24KiB"},
         has_owners=True,
     ),
     Scenario(
         name="encoder",
         family="t5gemma",
-        what="an encoder and a decoder, both with windows and full attention, a store, swapping to 64 KiB",
+        what="an encoder and a decoder, both with windows and full attention, a store, 64 KiB of host memory",
         longest=64,
         longest_input=41,
-        cache={**STORES, **SWAP, "host_memory": "64KiB"},
+        cache={**STORES, **WITH_HOST, "host_memory": "64KiB"},
         has_owners=True,
     ),
 )

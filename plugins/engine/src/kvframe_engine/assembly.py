@@ -222,13 +222,13 @@ def _assemble(
 
 
 def _check_memory(plan: KVCachePlan, stack: Stack, device: torch.device, host_slabs: int) -> None:
-    """Raise if the host's memory is too small for the sum of the cache, the swap memory and the tokens."""
+    """Raise if the host's memory is too small for the sum of the cache, the host memory and the tokens."""
     pool = plan.total_bytes if device.type == "cpu" else 0
-    swapped, tokens = host_slabs * plan.slab_bytes, 8 * stack.limits.max_num_seqs * plan.max_model_len
+    host, tokens = host_slabs * plan.slab_bytes, 8 * stack.limits.max_num_seqs * plan.max_model_len
     check_host_bytes(
-        pool + swapped + tokens,
-        f"the host has no {pool + swapped + tokens} bytes: {pool} for the cache, {swapped} to swap to and {tokens} for "
-        f"the tokens of {stack.limits.max_num_seqs} requests of {plan.max_model_len}; ask for less memory, "
+        pool + host + tokens,
+        f"the host has no {pool + host + tokens} bytes: {pool} for the cache, {host} for evicted blocks and {tokens} "
+        f"for the tokens of {stack.limits.max_num_seqs} requests of {plan.max_model_len}; ask for less memory, "
         "host_memory, max_num_seqs or max_model_len",
     )
 

@@ -162,7 +162,6 @@ def make_scheduler(
         shared_block_size=assembly.plan.alignment if manager.prefix_caching else 0,
         whole_prompts=assembly.setup.grouping.whole_prompts,
         reserve_prompts=assembly.stack.engine.reserve_prompts,
-        swaps=assembly.stack.cache.preemption == "swap",
         drafting=drafting,
         tiers=tiers,
         policy=assembly.setup.scheduling_policy,

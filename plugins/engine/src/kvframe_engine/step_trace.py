@@ -108,10 +108,8 @@ class StepTrace(Generic[RequestT]):
         running = {request.request_id: request for request in self._scheduler.running}
         for request_id, request in self._running.items():
             if request_id not in running and request.finish_reason is None:
-                consequence = (
-                    "its state is swapped out" if request.is_swapped else "its tokens are computed again later"
-                )
-                self._note(request, "preempted", f"other requests needed its blocks or its row; {consequence}")
+                why = "other requests needed its blocks or its row; its tokens are computed again later"
+                self._note(request, "preempted", why)
         computed = dict(zip((request.request_id for request in step.requests), step.num_computed.tolist(), strict=True))
         for request in step.admitted:
             cached: FoundPrefix | None = getattr(request, "cached", None)

@@ -17,7 +17,6 @@ _COUNTERS = {
     "computed_tokens": "Tokens computed, again after a preemption.",
     "generated_tokens": "Tokens generated.",
     "preemptions": "Times that a running request was preempted.",
-    "swaps": "Preemptions whose state was kept in host memory.",
     "evictions": "Cached blocks that were evicted.",
     "steps": "Steps completed.",
     "draft_tokens": "Draft tokens computed.",

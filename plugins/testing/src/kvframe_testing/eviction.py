@@ -65,8 +65,7 @@ def check_requests(policy: EvictionPolicy) -> None:
     plan = plan_cache(grouping, memory_bytes=4096, max_model_len=64, max_num_batched_tokens=16)
 
     def make(plan: KVCachePlan, contents: PageContents) -> KVCacheManager:
-        copies: dict[str, Any] = {"copier": contents.copy_within, "host_pages": contents}
-        return KVCacheManager(plan, max_num_seqs=MAX_RUNNING, eviction=policy, **copies)
+        return KVCacheManager(plan, max_num_seqs=MAX_RUNNING, eviction=policy, copier=contents.copy_within)
 
     check_manager(make, plan)
 

@@ -28,7 +28,7 @@ MAX_RUNNING = 4
 class Manager(Protocol):
     """The verbs of ``KVCacheManager`` that every manager has.
 
-    If it has them, ``fork``, ``swap_out`` with ``swap_in``, and ``reset_prefix_cache`` are called too.
+    If it has them, ``fork`` and ``reset_prefix_cache`` are called too.
     """
 
     def start(self, request_id: str, token_ids: Sequence[int], *, salt: str = "") -> int:
@@ -73,38 +73,22 @@ class Request:
 
 
 class PageContents:
-    """The contents of pages in the pool and in the memory of swapped requests: a copier and host pages of a manager.
+    """The contents of pages in the pool, and the copier of a manager.
 
     Attributes:
         pages: Of each page of the pool, the contents by slot.
-        host: Of each page of the memory of swapped requests, the same.
-        num_slabs: Slabs of that memory.
     """
 
     def __init__(self, plan: KVCachePlan) -> None:
         self.plan = plan
-        self.num_slabs = plan.num_slabs // 2
         self.pages: dict[Page, dict[int, Any]] = {}
-        self.host: dict[Page, dict[int, Any]] = {}
 
     def copy_within(self, group: int, block_ids: Sequence[int], others: Sequence[int]) -> None:
-        """Copy pages within the pool."""
-        self.copy(group, self.pages, block_ids, self.pages, others)
-
-    def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
-        """Copy pages of the pool to the memory of swapped requests."""
-        self.copy(group, self.pages, block_ids, self.host, host_ids)
-
-    def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Copy pages back to the pool."""
-        self.copy(group, self.host, host_ids, self.pages, block_ids)
-
-    def copy(self, group: int, source: Any, source_ids: Sequence[int], target: Any, target_ids: Sequence[int]) -> None:
-        """Copy pages; a page that is not written yet has nothing to copy."""
-        for source_id, target_id in zip(source_ids, target_ids, strict=True):
-            target.pop((group, target_id), None)
-            if (group, source_id) in source:
-                target[group, target_id] = dict(source[group, source_id])
+        """Copy pages within the pool; a page that is not written yet has nothing to copy."""
+        for block_id, other in zip(block_ids, others, strict=True):
+            self.pages.pop((group, other), None)
+            if (group, block_id) in self.pages:
+                self.pages[group, other] = dict(self.pages[group, block_id])
 
     def num_slots(self, group: int) -> int:
         """Return how many states a page has: one for each token, or the last ones."""
@@ -150,8 +134,8 @@ def check_manager(
 ) -> Mapping[str, int]:
     """Run random requests in a manager, and check after each verb that it is a cache.
 
-    * *reading*: every live token's state is there, for prefix hits, forks and requests that were swapped too, and was
-      computed with the same salt and since the same reset of the cache;
+    * *reading*: every live token's state is there, for prefix hits and forks too, and was computed with the same salt
+      and since the same reset of the cache;
     * *writing*: a step writes to no page of another request, and every block that is stored has a page;
     * *forgetting*: a request keeps the live blocks of what is computed, and no others;
     * *finding*: a prompt that was computed in an empty pool is found again up to the longest prefix whose live range
@@ -160,8 +144,8 @@ def check_manager(
     * *ending*: no page is held after all requests ended.
 
     Args:
-        make: Makes a manager with an empty pool for at least ``MAX_RUNNING`` requests. The contents are its
-            ``host_pages``, and their ``copy_within`` is its ``copier``.
+        make: Makes a manager with an empty pool for at least ``MAX_RUNNING`` requests. ``copy_within``
+            of the contents is its ``copier``.
         plan: The plan of the manager, of groups of tokens only.
         seed: Of all that is drawn.
         num_events: How many verbs, or steps of one request, are called.
@@ -195,7 +179,6 @@ class _Requests:
         self.contents = PageContents(plan)
         self.manager: Any = make(plan, self.contents)
         self.running: dict[str, Request] = {}
-        self.swapped: dict[str, Request] = {}
         self.verbs: Counter[str] = Counter()
         # A state is overwritten by drafts, so only states that are kept for each token may be computed twice.
         self.has_drafts = not any(group.spec.is_per_block for group in plan.groups)
@@ -206,14 +189,10 @@ class _Requests:
         events: dict[Callable[[], None], int] = {}
         if len(self.running) < MAX_RUNNING:
             events[self.start] = 6
-            if self.swapped:
-                events[self.swap_in] = 6
         if self.running:
             events |= {self.step: 12, self.free: 3}
             if hasattr(self.manager, "fork") and len(self.running) < MAX_RUNNING:
                 events[self.fork] = 3
-            if hasattr(self.manager, "swap_out"):
-                events[self.swap_out] = 2
         if hasattr(self.manager, "reset_prefix_cache"):
             events[self.reset] = 1
         (event,) = self.draw.choices(list(events), weights=list(events.values()))
@@ -309,24 +288,12 @@ class _Requests:
         self.manager.free(name)
         self.verbs["free"] += 1
 
-    def swap_out(self) -> None:
-        name = self.draw.choice(sorted(self.running))
-        self.verbs["swap_out"] += 1
-        if self.manager.swap_out(name):
-            self.swapped[name] = self.running.pop(name)
-
-    def swap_in(self) -> None:
-        name = self.draw.choice(sorted(self.swapped))
-        self.verbs["swap_in"] += 1
-        if self.manager.swap_in(name, max(1, self.swapped[name].computed)):
-            self.running[name] = self.swapped.pop(name)
-
     def reset(self) -> None:
         self.manager.reset_prefix_cache()
         self.verbs["reset"] += 1
 
     def end(self) -> None:
-        for name in [*self.running, *self.swapped]:
+        for name in self.running:
             self.manager.free(name)
         num_held = self.manager.num_held_pages
         require(num_held == 0, f"ending: {num_held} pages are held after all requests ended")

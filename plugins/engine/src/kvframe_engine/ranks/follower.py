@@ -92,7 +92,7 @@ class Follower:
             runner: Computes the steps, with this rank's layers.
             tables: The block tables that the runner reads; rank 0's entries are written here.
             storage: This rank's pool.
-            host: Its host store, if requests are swapped.
+            host: Its host store; None without host memory.
             pages: Moves its pages from and to page stores; None for no stores.
             max_step_seconds: How long a step may take; rank 0 is told where this rank is after that.
         """

@@ -1,7 +1,7 @@
 """Rank 0: it schedules, samples and owns all tables, and sends the other ranks each step and each move of pages.
 
 Only rank 0 has requests. An abort, a pin, a prefix hit or a reset changes its tables alone. The other ranks receive
-the batch of each step with the entries of block tables that have changed, and every copy, swap and move of pages. If
+the batch of each step with the entries of block tables that have changed, and every copy and move of pages. If
 steps overlap, the devices of the other ranks receive the sampled tokens from the device of rank 0.
 While their main threads execute that, another thread of each answers what rank 0 asks about page stores.
 """
@@ -287,7 +287,7 @@ class LeadingStorage(KVCacheStorage):
 
 
 class LeadingHostStorage(HostStorage):
-    """Rank 0's host store; pages are swapped on every rank."""
+    """Rank 0's host store; every rank copies its pages."""
 
     def __init__(self, leader: Leader, *arguments: Any, **named: Any) -> None:
         """Take the arguments of ``HostStorage``."""

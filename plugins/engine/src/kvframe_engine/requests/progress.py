@@ -56,7 +56,6 @@ class RequestProgress:
         wants_prompt_rows: Whether the model's output for tokens before the last known one is wanted too.
         num_computed: Tokens whose state is in the cache (as far as layers still need it).
         row: Its row in the block tables while it runs; -1 otherwise.
-        is_swapped: Whether its state is swapped out to host memory.
         runs_alone: Whether it starts from nothing and has the pool for itself until it ends. It is set when there were
             too few blocks although no other request ran, so that the request surely ends.
         is_on_cache: Whether it started on cached state.
@@ -97,7 +96,6 @@ class RequestProgress:
     wants_prompt_rows: bool = attrs.field(init=False, default=False)
     num_computed: int = 0
     row: int = -1
-    is_swapped: bool = False
     runs_alone: bool = False
     is_on_cache: bool = False
     trusts_cache: bool = True

@@ -1,7 +1,7 @@
 """Runs the draft model of a proposer over the engine's steps, and continues requests with it.
 
 The draft model computes the same tokens as the served model, into its own layers' part of the same pages. So its state
-follows a request through prefix hits, forks, swaps and preemption as the served model's does. In a step:
+follows a request through prefix hits, forks and preemption as the served model's does. In a step:
 
 1. ``continue_requests`` lets the draft model generate a few tokens of each request that generates, one at a time.
 2. The served model computes the step, in which these tokens may be drafts.

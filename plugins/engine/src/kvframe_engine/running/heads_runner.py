@@ -2,7 +2,7 @@
 
 Head ``i`` takes the token at ``p`` and the hidden state after ``p - 1``: of the served model for the first head, of the
 head before for the others. So its keys of a token depend on the tokens up to that one only, and lie in the cache at
-that token's place: prefix hits, forks, swaps and preemption keep them as they keep the served model's. What a step
+that token's place: prefix hits, forks and preemption keep them as they keep the served model's. What a step
 needs of the hidden states of the step before lies in the cache as well, as the state of a layer.
 
 As in transformers, one head gives one draft, and each draft is the input of the next head. In a step:

@@ -1,6 +1,6 @@
 """Keeps the hidden states after the last token of each request, from which prediction heads continue it.
 
-They lie in the cache as the state of a layer. So prefix hits, forks, swaps and preemption keep them too.
+They lie in the cache as the state of a layer. So prefix hits, forks and preemption keep them too.
 """
 
 from __future__ import annotations

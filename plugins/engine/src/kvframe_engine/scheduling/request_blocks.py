@@ -1,4 +1,4 @@
-"""Gives requests their blocks, swaps and releases them; finds requests whose blocks a waiting request will share."""
+"""Gives requests their blocks, and releases them; finds requests whose blocks a waiting request will share."""
 
 from __future__ import annotations
 
@@ -59,27 +59,17 @@ class RequestCache(Protocol):
     def shrink(self, request_id: str) -> bool:
         """Let the layers choose what they keep of a computed prompt; return False, unchanged, if blocks are too few."""
 
-    def swap_out(self, request_id: str) -> bool:
-        """Move a request's state to host memory; False, and no change, if it does not fit there; may raise."""
-
-    def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
-        """Move it back, with blocks for tokens ``[0, num_tokens)``; return False, and change nothing, if too few.
-
-        Raises:
-            RuntimeError: It cannot be copied; it is still in host memory.
-        """
-
     def free(self, request_id: str, *, hints: Hints = NO_HINTS, owner: str = "") -> None:
-        """Free all blocks of a request, and its state in host memory; if it has ended, with its hints."""
+        """Free all blocks of a request; if it has ended, with its hints."""
 
     def row(self, request_id: str) -> int:
         """Return a started request's row."""
 
 
 class RequestBlocks(Generic[RequestT]):
-    """Starts, swaps and ends requests in the cache, and updates the requests' own fields.
+    """Starts and ends requests in the cache, and updates the requests' own fields.
 
-    Invariant: a request's ``row`` and ``is_swapped`` agree with the cache. The scheduler decides which requests run.
+    Invariant: a request's ``row`` agrees with the cache. The scheduler decides which requests run.
     """
 
     def __init__(
@@ -89,7 +79,6 @@ class RequestBlocks(Generic[RequestT]):
         *,
         max_num_batched_tokens: int,
         reserve_prompts: bool,
-        swaps: bool = True,
         tiers: Tiers | None = None,
     ) -> None:
         """Begin without requests.
@@ -99,18 +88,16 @@ class RequestBlocks(Generic[RequestT]):
             stats: The counters to update.
             max_num_batched_tokens: As for ``Scheduler``.
             reserve_prompts: As for ``Scheduler``.
-            swaps: As for ``Scheduler``.
             tiers: As for ``Scheduler``.
         """
         self._cache = cache
         self._stats = stats
         self._max_num_batched_tokens = max_num_batched_tokens
         self._reserve_prompts = reserve_prompts
-        self._swaps = swaps
         self._tiers = tiers
 
     def let_run(self, request: RequestT, budget: int, input_tokens: int, *, others_run: bool) -> int:
-        """Let a waiting request run: resume a swapped one, fork one, or start one on its cached prefix.
+        """Let a waiting request run: fork one, or start one on its cached prefix.
 
         Args:
             request: The request.
@@ -121,43 +108,20 @@ class RequestBlocks(Generic[RequestT]):
         Returns:
             The number of its tokens that the step computes; 0, and nothing changed, if there are too few free blocks.
         """
-        if request.is_swapped:
-            try:
-                return self._resume(request, budget, others_run)
-            except (RuntimeError, MemoryError):
-                self._stats.failed_swaps += 1
-                self.release(request)
         other, request.forks_from = request.forks_from, None
         if other is not None and other.row >= 0 and other.num_computed == other.pause_at and not other.new_inputs:
             return self._fork(request, other)
         return (self._start if request.fetch is None else self._restore)(request, budget, input_tokens, others_run)
-
-    def swap_out(self, request: RequestT) -> bool:
-        """Swap a request out to host memory; return False, and change nothing, if that is not possible."""
-        # A request that has to choose computes its prompt again: it may choose between two steps only.
-        if not self._swaps or request.has_to_choose:
-            return False
-        try:
-            if not self._cache.swap_out(request.request_id):
-                return False
-        except (RuntimeError, MemoryError):
-            self._stats.failed_swaps += 1
-            return False
-        self._stats.swaps += 1
-        request.is_swapped = True
-        request.row = -1
-        return True
 
     def release(self, request: RequestT) -> None:
         """Free all blocks of a request; none of its tokens are computed then."""
         hints = NO_HINTS if request.finish_reason is None else request.hints
         self._cache.free(request.request_id, hints=hints, owner=request.owner)
         request.row = -1
-        request.is_swapped = False
         request.num_computed, request.has_chosen = 0, False
         request.new_inputs = frozenset()
 
-    # --- the three ways to start --------------------------------------------------------------------------------------
+    # --- the two ways to start --------------------------------------------------------------------------------------
 
     def _fork(self, request: RequestT, other: RequestProgress) -> int:
         """Start a request from the computed tokens of another one that pauses; one step computes the known rest."""
@@ -175,22 +139,6 @@ class RequestBlocks(Generic[RequestT]):
         self._stats.prompt_tokens += request.num_prompt_tokens
         self._stats.cached_prompt_tokens += request.num_computed
         return len(request.token_ids) - request.num_computed
-
-    def _resume(self, request: RequestT, budget: int, others_run: bool) -> int:
-        """Resume a request that was swapped out."""
-        num_tokens = request.end_of_step(request.num_computed, budget)
-        num_scheduled = num_tokens - request.num_computed
-        if not num_scheduled:
-            return 0
-        if not self._cache.swap_in(request.request_id, num_tokens, use_prefix=not request.runs_alone):
-            # The cached blocks that it hit may be scattered over slabs. New blocks always fit if no other request runs.
-            if others_run:
-                return 0
-            fits = self._cache.swap_in(request.request_id, num_tokens, use_prefix=False)
-            assert fits, "the plan guarantees enough blocks for a lone request"
-        request.is_swapped = False
-        request.row = self._cache.row(request.request_id)
-        return num_scheduled
 
     def _start(self, request: RequestT, budget: int, input_tokens: int, others_run: bool) -> int:
         """Start a request on its cached prefix."""
@@ -293,7 +241,7 @@ def is_being_computed(request: RequestT, admitted: Sequence[RequestT], counts: S
         counts: The number of tokens that each of them computes.
         block_size: Tokens per block that requests with a common prefix can share; 0 if they cannot.
     """
-    if not block_size or not request.uses_prefix or request.is_swapped:
+    if not block_size or not request.uses_prefix:
         return False
     max_shared = len(request.token_ids) - 1
     for admitted_request, count in zip(admitted, counts, strict=True):

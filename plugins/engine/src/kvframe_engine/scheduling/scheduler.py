@@ -5,8 +5,8 @@ of the owner with the fewest running requests first. A sample that will fork fro
 progress, lets other requests go first. A prompt that exceeds the budget is computed in chunks over several steps; its
 first chunk is scheduled when the cache has enough free blocks for all chunks. If there are too few blocks for a running
 request, the request that was admitted last is preempted: it frees its blocks and waits at the head of its owner's
-queue. Its state is swapped out to host memory if it fits there; otherwise its tokens are recomputed. If the cache keeps
-no state between steps, a prompt is computed in one step. Draft tokens come last: they take what the step's budget and
+queue. Its tokens are recomputed, apart from a prefix that is still found. If the cache keeps no state between steps, a
+prompt is computed in one step. Draft tokens come last: they take what the step's budget and
 the free blocks have left.
 
 Owners share what runs. An owner's share is the number of running requests, divided by the number of owners with waiting
@@ -71,8 +71,7 @@ class Scheduler(Generic[RequestT]):
 
     Ctrl-C waits while the scheduler runs. So every exception here is a plugin's or a fault, ``KeyboardInterrupt`` too.
 
-    Invariant: a request of the scheduler either waits (no row, and no blocks except swapped ones), or runs (with a row
-    and blocks).
+    Invariant: a request of the scheduler either waits (no row, and no blocks), or runs (with a row and blocks).
 
     Attributes:
         waiting: The queue.
@@ -92,7 +91,6 @@ class Scheduler(Generic[RequestT]):
         shared_block_size: int = 0,
         whole_prompts: bool = False,
         reserve_prompts: bool = True,
-        swaps: bool = True,
         drafting: Drafting[RequestT] | None = None,
         tiers: Tiers | None = None,
         policy: SchedulingPolicy = FCFS,
@@ -108,7 +106,6 @@ class Scheduler(Generic[RequestT]):
             shared_block_size: Tokens per block that requests with a common prefix can share; 0 if they cannot.
             reserve_prompts: Whether a prompt that is computed in chunks begins only when the cache has enough free
                 blocks for all of it. If False, it begins when they are enough for its first chunk.
-            swaps: Whether a preempted request's state moves to host memory, while that has free pages.
             whole_prompts: Whether a request starts only if one step can compute all of its tokens; it must have no
                 more than ``max_num_batched_tokens``.
             drafting: Gets draft tokens for requests that generate; None for none.
@@ -133,7 +130,6 @@ class Scheduler(Generic[RequestT]):
             self.stats,
             max_num_batched_tokens=max_num_batched_tokens,
             reserve_prompts=reserve_prompts,
-            swaps=swaps,
             tiers=tiers,
         )
         self._drafting = drafting
@@ -379,10 +375,9 @@ class Scheduler(Generic[RequestT]):
         if request.row >= 0:
             self.running.remove(request)
             self.waiting.note_stop(request)
+            self._blocks.release(request)
         else:
             self.waiting.remove(request)
-        if request.row >= 0 or request.is_swapped:
-            self._blocks.release(request)
         if self._drafting is not None:
             self._drafting.forget(request)
 
@@ -436,8 +431,6 @@ class Scheduler(Generic[RequestT]):
             self._queue_again(request)
         started_requests = [request for request in self.waiting if request.was_started]
         for request in started_requests:
-            if request.is_swapped:
-                self._blocks.release(request)
             request.forget_partial()
         return started_requests
 
@@ -533,8 +526,7 @@ class Scheduler(Generic[RequestT]):
         self.stats.retries += 1
 
     def _preempt(self, request: RequestT) -> None:
-        if not self._blocks.swap_out(request):
-            self._blocks.release(request)
+        self._blocks.release(request)
         self._let_wait(request)
 
     def _let_wait(self, request: RequestT) -> None:

@@ -21,8 +21,6 @@ class SchedulerStats:
         computed_input_tokens: Tokens computed of the inputs that requests bring, such as an encoder's.
         generated_tokens: Tokens generated.
         preemptions: Times that a running request was preempted.
-        swaps: Preemptions whose state was kept in host memory.
-        failed_swaps: Times that a copy to or from host memory failed, so that a request is recomputed.
         retries: Times that the model's output for a request on a cached prefix was not numbers, so that the request is
             recomputed without the prefix.
         steps: Steps completed.
@@ -36,8 +34,6 @@ class SchedulerStats:
     computed_input_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    swaps: int = 0
-    failed_swaps: int = 0
     retries: int = 0
     steps: int = 0
     draft_tokens: int = 0
@@ -58,8 +54,6 @@ class EngineStats:
         computed_input_tokens: Tokens computed of the inputs that requests bring, such as an encoder's.
         generated_tokens: Tokens generated.
         preemptions: Times that a running request was preempted.
-        swaps: Preemptions whose state was kept in host memory.
-        failed_swaps: Times that a copy to or from host memory failed, so that a request is recomputed.
         retries: Times that the model's output for a request on a cached prefix was not numbers, so that the request is
             recomputed without the prefix.
         steps: Steps completed.
@@ -74,7 +68,6 @@ class EngineStats:
         evictions: Cached blocks that were evicted.
         blocks_evicted: Per group, the cached blocks that were evicted.
         blocks_moved: Per group, the blocks that were filled with the tokens that requests kept of their prompts.
-        peak_host_bytes: The most bytes of host memory that swapped requests took at once.
         cache_bytes: Bytes allocated for the cache.
         restored_tokens: Tokens of requests that were brought back to the device, so that they were not computed.
         restored_blocks: For each tier of the stack, ``"host_memory"`` or the name of a page store, the blocks that were
@@ -94,8 +87,6 @@ class EngineStats:
     computed_input_tokens: int
     generated_tokens: int
     preemptions: int
-    swaps: int
-    failed_swaps: int
     retries: int
     steps: int
     draft_tokens: int
@@ -109,7 +100,6 @@ class EngineStats:
     evictions: int
     blocks_evicted: tuple[int, ...]
     blocks_moved: tuple[int, ...]
-    peak_host_bytes: int
     cache_bytes: int
     restored_tokens: int = 0
     restored_blocks: Mapping[str, int] = attrs.field(factory=dict)
@@ -151,8 +141,6 @@ class EngineStats:
             computed_input_tokens=scheduled.computed_input_tokens,
             generated_tokens=scheduled.generated_tokens,
             preemptions=scheduled.preemptions,
-            swaps=scheduled.swaps,
-            failed_swaps=scheduled.failed_swaps,
             retries=scheduled.retries,
             steps=scheduled.steps,
             draft_tokens=scheduled.draft_tokens,
@@ -166,7 +154,6 @@ class EngineStats:
             evictions=cached.num_evictions,
             blocks_evicted=tuple(cached.blocks_evicted),
             blocks_moved=tuple(cached.blocks_moved),
-            peak_host_bytes=cached.peak_host_bytes_held,
             cache_bytes=cache_bytes,
             **tiers,
         )

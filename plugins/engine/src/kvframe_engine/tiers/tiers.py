@@ -136,7 +136,7 @@ class Tiers:
     def _begin(self, request: RequestProgress) -> None:
         self.drop(request)
         request.promised_tokens = 0
-        if not request.uses_prefix or request.forks_from is not None or request.is_swapped:
+        if not request.uses_prefix or request.forks_from is not None:
             return
         blocks = self._blocks_of(request, None)
         request.promised_tokens = blocks.num_cached

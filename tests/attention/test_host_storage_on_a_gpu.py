@@ -1,4 +1,4 @@
-"""Pages of a GPU's memory are swapped to the host and back unchanged, by the kernel and by torch."""
+"""Pages of a GPU's memory go to the host and back unchanged, by the kernel and by torch."""
 
 from __future__ import annotations
 
