@@ -33,7 +33,7 @@ from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec, QuerySpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import Grouping, KVCacheGroup
-from kvframe.selection.chains import bind_chain
+from kvframe.selection.choice import bind_chain
 from kvframe.selection.select import select_backends
 
 SEED = 11

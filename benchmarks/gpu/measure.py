@@ -18,7 +18,7 @@ from benchmarks.harness.process import timed
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.specs import align_up
 from kvframe.loading.registry import Registry
-from kvframe.selection.chains import bind_chain
+from kvframe.selection.choice import bind_chain
 
 MAX_FREE = 0.8
 """The most memory of a case, as a share of the device's free memory."""

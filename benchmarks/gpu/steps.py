@@ -27,7 +27,7 @@ from kvframe.contract.slots import Slots
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec, align_up
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.registry import Registry
-from kvframe.selection.chains import bind_chain
+from kvframe.selection.choice import bind_chain
 
 BLOCK_SIZE = 16
 ROTATED_BYTES = 256 << 20

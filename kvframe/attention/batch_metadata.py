@@ -147,8 +147,8 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
 # --- where tokens are stored ------------------------------------------------------------------------------------------
 
 
-def input_slots(batch: StepBatch, tables: BlockTables, device: torch.device) -> dict[int, torch.Tensor]:
-    """Return where a step stores the state of new inputs: slots ``[num_input_tokens], int64, device`` by group.
+def input_slots(batch: StepBatch, tables: BlockTables, device: torch.device) -> dict[int, Slots]:
+    """Return where a step stores the state of new inputs, ``[num_input_tokens]``, by group.
 
     These slots are not part of the batch metadata, because wrappers change which queries a backend sees, and never what
     is stored. The tokens of new inputs are packed in the order of their requests.
@@ -161,7 +161,7 @@ def input_slots(batch: StepBatch, tables: BlockTables, device: torch.device) -> 
     Returns:
         The slots; no entry for a group that stores nothing.
     """
-    slots_of: dict[int, torch.Tensor] = {}
+    slots_of: dict[int, Slots] = {}
     for stack in tables.stacks:
         is_new = batch.stores_input.get(stack.sequence)
         if is_new is None or not is_new.any():
@@ -171,7 +171,9 @@ def input_slots(batch: StepBatch, tables: BlockTables, device: torch.device) -> 
         starts = np.cumsum(lens) - lens
         positions = np.arange(len(request_indices)) - starts[request_indices]
         slots = _slots(stack, batch.rows, request_indices, positions)
-        slots_of.update(zip(stack.groups, torch.from_numpy(slots).to(device, non_blocking=True).unbind(), strict=True))
+        mappings = torch.from_numpy(slots).to(device, non_blocking=True).unbind()
+        for group, mapping in zip(stack.groups, mappings, strict=True):
+            slots_of[group] = split_mapping(mapping, stack.block_size)
     return slots_of
 
 

@@ -17,13 +17,11 @@ import torch
 from kvframe.attention.returned import build_all
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.capture import NotReplayableError
-from kvframe.contract.errors import PluginError
-from kvframe.contract.foreign import safe_repr
 from kvframe.contract.formats import PLAIN, StateTensor
 from kvframe.contract.metadata import DEVICE_FIELDS, CommonAttentionMetadata
 from kvframe.contract.order import IntArray
 from kvframe.contract.specs import AttentionMask, LayerSpec
-from kvframe.loading.claims import find_misdeclared
+from kvframe.loading.claims import check_declared
 from kvframe.planning.memory import allocating
 
 
@@ -95,40 +93,17 @@ class CopyScratch:
         return buffer[:num_pages]
 
 
-def make_backend(
+def make_on_copies(
     backend_class: type[AttentionBackend],
     layers: Sequence[LayerSpec],
     device: torch.device,
-    options: Any,
+    options: Sequence[Any],
     scratch: CopyScratch,
-) -> AttentionBackend:
-    """Return a backend for layers that its capabilities cover; it works on copies if it does not read their format.
-
-    Args:
-        backend_class: The backend.
-        layers: All with the same spec and query side.
-        device: Where their caches lie.
-        options: An instance of its ``options_class``; None if it has none.
-        scratch: Memory for copies.
-    """
-    further = () if options is None else (options,)
-    if not backend_class.capabilities.needs_copies(layers[0]):
-        return backend_class(layers, device, *further)
-    inner = backend_class([_as_plain(layer) for layer in layers], device, *further)
-    return CopyingBackend(inner, layers, device, scratch)
-
-
-def make_builder(backend: AttentionBackend) -> AttentionMetadataBuilder:
-    """Return a backend's metadata builder.
-
-    Raises:
-        PluginError: It lacks what a builder declares.
-    """
-    builder = backend.make_builder()
-    misdeclared = find_misdeclared(AttentionMetadataBuilder, builder)
-    if misdeclared:
-        raise PluginError(f"it returned {safe_repr(builder)}, which {misdeclared}")
-    return builder
+) -> CopyingBackend:
+    """Return a backend that works on copies of the layers' pages; the arguments are as for ``make_backend``."""
+    return CopyingBackend(
+        backend_class([_as_plain(layer) for layer in layers], device, *options), layers, device, scratch
+    )
 
 
 def _as_plain(layer: LayerSpec) -> LayerSpec:
@@ -183,7 +158,9 @@ class CopyingBackend(AttentionBackend):
 
     def make_builder(self) -> CopyingBuilder:
         """Return the backend's builder, inside one that decides which pages are copied."""
-        return CopyingBuilder(make_builder(self.inner), self._plain[self.layers[0].name])
+        builder = self.inner.make_builder()
+        check_declared(AttentionMetadataBuilder, builder)
+        return CopyingBuilder(builder, self._plain[self.layers[0].name])
 
     def attend(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **keywords: Any

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
-from kvframe.attention.copies import CopyScratch, make_backend, make_builder
+from kvframe.attention.copies import CopyScratch, make_on_copies
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.capabilities import Capabilities, Refusal
 from kvframe.contract.capture import GraphCapture
@@ -17,9 +17,9 @@ from kvframe.contract.foreign import call
 from kvframe.contract.metadata import RANGE_ENDS
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse
+from kvframe.loading.claims import check_declared
 from kvframe.planning.groups import Grouping
-from kvframe.selection.chains import WrapperChain, chain_capture
-from kvframe.selection.choice import Choice, Identity
+from kvframe.selection.choice import Choice, Identity, WrapperChain, chain_capture
 
 _PASSED = (FieldUse.CARRY, FieldUse.SLICE)
 
@@ -92,8 +92,8 @@ def form_groups(
     choices: Sequence[Choice],
     grouping: Grouping,
     device: torch.device,
-    local: Mapping[str, int] | None = None,
-    scratch: CopyScratch | None = None,
+    local: Mapping[str, int],
+    scratch: Callable[[], CopyScratch],
 ) -> tuple[AttentionGroup, ...]:
     """Return the attention groups, in the order of their first layers, with one backend instance each.
 
@@ -102,14 +102,13 @@ def form_groups(
         choices: Each layer's wrapper chain and backend, in the same order.
         grouping: The cache groups.
         device: Where the backends run.
-        local: For each step-local layer, the index of its metadata among theirs; None for no such layer.
-        scratch: Memory for copies of pages, for backends that do not read their layers' format; a new one unless given.
+        local: For each step-local layer, the index of its metadata among theirs.
+        scratch: Returns memory for copies of pages, for backends that do not read their layers' format.
 
     Raises:
         BackendError: A backend could not be set up; names the backend, the layer and the method.
     """
-    local, num_cache_groups = local or {}, len(grouping.groups)
-    scratch = CopyScratch(device) if scratch is None else scratch
+    num_cache_groups = len(grouping.groups)
     members: dict[Any, list[tuple[LayerSpec, Choice]]] = {}
     for layer, choice in zip(layers, choices, strict=True):
         local_index = local.get(layer.name)
@@ -143,15 +142,38 @@ def honours_ranges(capabilities: Capabilities, wrappers: WrapperChain) -> bool:
     return "ranges" in capabilities.masks and all(wrapper.extensions.get(RANGE_ENDS) in _PASSED for wrapper in wrappers)
 
 
+def make_backend(
+    backend_class: type[AttentionBackend],
+    layers: Sequence[LayerSpec],
+    device: torch.device,
+    options: Any,
+    scratch: Callable[[], CopyScratch],
+) -> AttentionBackend:
+    """Return a backend for layers that its capabilities cover; it works on copies if it does not read their format.
+
+    Args:
+        backend_class: The backend.
+        layers: All with the same spec and query side.
+        device: Where their caches lie.
+        options: An instance of its ``options_class``; None if it has none.
+        scratch: Returns memory for copies.
+    """
+    further = () if options is None else (options,)
+    if backend_class.capabilities.needs_copies(layers[0]):
+        return make_on_copies(backend_class, layers, device, further, scratch())
+    return backend_class(layers, device, *further)
+
+
 def _set_up(
-    choice: Choice, layers: Sequence[LayerSpec], device: torch.device, scratch: CopyScratch
+    choice: Choice, layers: Sequence[LayerSpec], device: torch.device, scratch: Callable[[], CopyScratch]
 ) -> tuple[AttentionBackend, AttentionMetadataBuilder]:
     """Return a backend's instance for a group, and its builder."""
     label = f"backend {choice.backend!r}, of layer {layers[0].name!r}: "
     arguments = (choice.backend_class, layers, device, choice.backend_options, scratch)
     try:
         backend = call(f"{label}__init__()", make_backend, *arguments)
-        builder = call(f"{label}make_builder()", make_builder, backend)
+        builder = call(f"{label}make_builder()", backend.make_builder)
+        call(f"{label}make_builder()", check_declared, AttentionMetadataBuilder, builder)
         call(f"{label}reuse_key of its builder", lambda: hash(builder.reuse_key))
         return backend, builder
     except PluginError as error:

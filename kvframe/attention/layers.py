@@ -30,18 +30,19 @@ from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import IntArray
+from kvframe.contract.slots import Slots
 from kvframe.contract.specs import TOKENS, LayerSpec
 from kvframe.contract.state import StateStep
 from kvframe.planning.groups import Grouping, group_layers, is_step_local
-from kvframe.selection.chains import Skipping
 from kvframe.selection.choice import Choice
 from kvframe.selection.select import select_backends
+from kvframe.selection.skipping import Skipping
 
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack
     from kvframe.loading.registry import Registry
 
-NO_SLOTS: Mapping[int, torch.Tensor] = MappingProxyType({})
+NO_SLOTS: Mapping[int, Slots] = MappingProxyType({})
 
 
 class Layers(Mapping[str, AttentionLayer]):
@@ -60,7 +61,6 @@ class Layers(Mapping[str, AttentionLayer]):
         entries: The entries that layers keep beside their main state, by their full names.
         states: The layers that keep a state, which the model computes itself on their pages; by name.
         skipped: The layers that compute only the generating tokens of a step, in the order in which they run.
-        copies: Memory for copies of pages, for backends that do not read the format of their layers.
         dtypes: The dtypes of the layers' caches, as they are read.
         kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
             compute in this step; None for all. Before the first of these layers, the model drops the other rows of its
@@ -100,8 +100,9 @@ class Layers(Mapping[str, AttentionLayer]):
         attending = [layer for layer in layers if layer.query is not None]
         self.choices = tuple(choices)
         self.local = LocalCaches((), device, max_tokens=0, max_reqs=0) if local is None else local
-        self.copies = CopyScratch(device, max_static_copies)
-        self.groups = form_groups(attending, choices, grouping, device, self.local.metadata_indices, self.copies)
+        self._device, self._max_static_copies = device, max_static_copies
+        local_indices = self.local.metadata_indices
+        self.groups = form_groups(attending, choices, grouping, device, local_indices, lambda: self.copies)
         if entries := [layer for layer in layers if layer.entry_of is not None]:
             self.groups += form_entry_groups(entries, grouping, device)
         views = {**views, **self.local.views}
@@ -111,7 +112,7 @@ class Layers(Mapping[str, AttentionLayer]):
         keeping = [layer for layer in layers if layer.query is None and layer.name in views and not layer.entry_of]
         self.states = StateLayers(keeping, grouping, views)
         self._keeps_states = bool(keeping)
-        self._device, self._is_staged = device, device.type != HOST.type
+        self._is_staged = device.type != HOST.type
         self.skipped = tuple(skipped)
         self.kept_rows: torch.Tensor | None = None
         self._steps = tuple(GroupStep(group, index) for index, group in enumerate(self.groups))
@@ -190,6 +191,11 @@ class Layers(Mapping[str, AttentionLayer]):
         stored_specs = tuple(spec for group in grouping.groups for spec in group.stored)
         groups = (attrs.evolve(grouping.groups[0], layers=names, stored=stored_specs),)
         return cls(layers, choices, attrs.evolve(grouping, groups=groups), {}, device, tuple(skipped))
+
+    @cached_property
+    def copies(self) -> CopyScratch:
+        """Memory for copies of pages, for backends that do not read the format of their layers."""
+        return CopyScratch(self._device, self._max_static_copies)
 
     @cached_property
     def _staging(self) -> Staging:
@@ -397,7 +403,7 @@ class Layers(Mapping[str, AttentionLayer]):
         self,
         metadata: Sequence[CommonAttentionMetadata],
         states: Sequence[StateStep],
-        input_mappings: Mapping[int, torch.Tensor] = NO_SLOTS,
+        slots_of_inputs: Mapping[int, Slots] = NO_SLOTS,
     ) -> PreparedStep:
         if self._unchecked:
             self._check_bound()
@@ -406,11 +412,9 @@ class Layers(Mapping[str, AttentionLayer]):
         for step in self._audited_steps:
             step.audited = metadata[step.group.cache_group]
         prepared = self._plan.prepare(metadata)
-        mappings = {index: metadata[index].slot_mapping for index in self._stores_tokens}
-        mappings.update(input_mappings)
-        prepared.slots = {
-            index: split_mapping(mapping, metadata[index].block_size) for index, mapping in mappings.items()
-        }
+        stored = [(index, metadata[index]) for index in self._stores_tokens]
+        slots = {index: split_mapping(common.slot_mapping, common.block_size) for index, common in stored}
+        prepared.slots = {**slots, **slots_of_inputs}
         prepared.states = states
         if self.skipped and not metadata[0].all_generate:
             prepared.kept_rows = metadata[0].generating_indices

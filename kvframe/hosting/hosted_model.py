@@ -22,7 +22,7 @@ from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.hosting.setup import Setup
 from kvframe.loading.registry import Registry
 from kvframe.planning.answers import Answers
-from kvframe.selection.chains import find_skippable_layers
+from kvframe.selection.skipping import find_skippable_layers
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ from kvframe.planning.ranks import plan_ranks
 from kvframe.planning.recognise import find_reader, with_dtype
 from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
 from kvframe.planning.tiers import TierCapacity, host_capacity, store_capacity
-from kvframe.selection.chains import DRAFTING, Skipping, find_skipping
+from kvframe.selection.skipping import DRAFTING, Skipping, find_skipping
 
 if TYPE_CHECKING:
     from kvframe.attention.layers import Layers
@@ -153,7 +153,9 @@ class Setup:
     def skipping(self) -> Skipping:
         """Which layers compute only the tokens that generate."""
         heads = self.draft_layers if self.drafts.are_heads else ()
-        return find_skipping(self.layers, heads, is_on=self.stack.model.prefill_skipping is not None)
+        if self.stack.model.prefill_skipping is None:
+            return Skipping(heads=tuple(heads))
+        return find_skipping(self.layers, heads)
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:

@@ -286,6 +286,12 @@ def find_misdeclared(base: type, value: Any) -> str:
     return ""
 
 
+def check_declared(base: type, value: Any) -> None:
+    """Raise ``PluginError`` if what a plugin's method returned lacks what ``base`` declares."""
+    if misdeclared := find_misdeclared(base, value):
+        raise PluginError(f"it returned {safe_repr(value)}, which {misdeclared}")
+
+
 def find_undefined(backend_class: Any) -> str:
     """Return what a backend's class declares and lacks, or has in a form that no stack can use; empty if nothing."""
     from kvframe.contract.backend import AttentionBackend  # imports torch, as the class did

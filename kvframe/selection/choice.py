@@ -1,17 +1,22 @@
-"""The choice for one layer: its wrappers, its backend, their identities, and the reason against each other backend."""
+"""The choice for one layer: its wrapper chain, its backend, their identities, and why not the other backends."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.capabilities import Refusal
-from kvframe.contract.errors import PluginError
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import PluginError, WrapperError
+from kvframe.contract.foreign import call, safe_repr
+from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.specs import LayerSpec
-from kvframe.selection.chains import WrapperChain
+from kvframe.contract.wrapper import FieldUse, MetadataWrapper
+
+WrapperChain = tuple[MetadataWrapper, ...]
 
 
 def freeze(value: Any) -> Any:
@@ -139,3 +144,81 @@ def layers_on_copies(layers: Sequence[LayerSpec], choices: Sequence[Choice]) -> 
     """Return the layers whose backends get copies of their pages, because they do not read their format."""
     on_copies = {choice.layer for choice in choices if choice.on_copies}
     return [layer for layer in layers if layer.name in on_copies]
+
+
+# --- wrapper chains ---------------------------------------------------------------------------------------------------
+
+
+def bind_chain(wrappers: Sequence[MetadataWrapper], layer: LayerSpec) -> tuple[WrapperChain, LayerSpec, frozenset[str]]:
+    """Make a chain, as the stack gives it, for a layer.
+
+    Returns:
+        The chain, with the wrappers' parameters for this layer; the layer as a backend after the chain sees it; the
+        extensions that such a backend must honour.
+
+    Raises:
+        WrapperError: A wrapper cannot serve the layer.
+        PluginError: A wrapper raises something else, or returns what the contract does not allow.
+    """
+    chain = []
+    extensions: set[str] = set()
+    for wrapper in wrappers:
+        bound_wrapper, wrapper_extensions, layer = _bind(wrapper, layer)
+        extensions |= wrapper_extensions
+        chain.append(bound_wrapper)
+    return tuple(chain), layer, frozenset(extensions)
+
+
+def _bind(wrapper: MetadataWrapper, layer: LayerSpec) -> tuple[MetadataWrapper, frozenset[str], LayerSpec]:
+    """Make a wrapper for a layer; return it, the extensions that it may add, and the layer that it leaves."""
+    label = f"wrapper {wrapper.name!r} ({type(wrapper).__module__}.{type(wrapper).__qualname__})"
+    bound_wrapper = call(f"{label}: for_layer()", wrapper.for_layer, layer, passes=(WrapperError,))
+    if type(bound_wrapper) is not type(wrapper):
+        raise PluginError(
+            f"{label}: for_layer() must return a {type(wrapper).__name__}, not {safe_repr(bound_wrapper)}"
+        )
+    if reason := _chooses_or_keeps_more(layer):
+        raise WrapperError(f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: it {reason}", code="more")
+    for extension, reason in _needed_extensions(layer):
+        use = bound_wrapper.extensions.get(extension)
+        if use is None or use is FieldUse.REJECT:
+            raise WrapperError(
+                f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: {reason}, and the wrapper does not take "
+                f"the extension {extension!r}",
+                code="unknown_extension" if use is None else "rejected_extension",
+            )
+    extensions = call(f"{label}: added_extensions()", bound_wrapper.added_extensions, layer, passes=(WrapperError,))
+    if not isinstance(extensions, frozenset | set) or not all(type(name) is str for name in extensions):
+        raise PluginError(f"{label}: added_extensions() must return a frozenset of names, not {safe_repr(extensions)}")
+    wrapped_layer = call(f"{label}: wrapped_layer()", bound_wrapper.wrapped_layer, layer, passes=(WrapperError,))
+    if type(wrapped_layer) is not LayerSpec or wrapped_layer.spec is None or wrapped_layer.query is None:
+        raise PluginError(
+            f"{label}: wrapped_layer() must return a LayerSpec with a spec and a query side, not "
+            f"{safe_repr(wrapped_layer)}"
+        )
+    return bound_wrapper, frozenset(extensions), wrapped_layer
+
+
+def _chooses_or_keeps_more(layer: LayerSpec) -> str | None:
+    """Return what of a layer a changed batch would not fit: positions and rows that come with its calls."""
+    spec, query = layer.spec, layer.query
+    if query is not None and query.choice is not None:
+        return "reads tokens that are chosen by their positions"
+    if query is not None and query.merged:
+        return "is merged with other attention of the same queries"
+    if spec is not None and spec.defines_attention:
+        return f"has the type {spec.kind!r}, which defines its own attention"
+    return None
+
+
+def _needed_extensions(layer: LayerSpec) -> Iterator[tuple[str, str]]:
+    """Yield the extensions that a layer's steps have with any backend, each with the reason."""
+    if layer.query is not None and layer.query.first_token:
+        yield SEQ_STARTS, f"its queries see no token before {layer.query.first_token}"
+    if layer.spec is not None and layer.spec.prompt_budget is not None:
+        yield SEQ_STARTS, "requests give up tokens of their prompts"
+
+
+def chain_capture(chain: Sequence[MetadataWrapper]) -> GraphCapture:
+    """Return the batches for which a whole chain can be captured: the least of its wrappers; always, if it is empty."""
+    return min((wrapper.capture for wrapper in chain), default=GraphCapture.ALWAYS)

@@ -20,8 +20,8 @@ from kvframe.contract.wrapper import DROPS_TOKENS, MetadataWrapper
 from kvframe.loading.claims import BUILTIN_OWNER
 from kvframe.loading.packages import to_install
 from kvframe.planning.answers import ask_mask
-from kvframe.selection.chains import NO_SKIPPING, Skipping, bind_chain, chain_capture
-from kvframe.selection.choice import Candidate, Choice, Identity
+from kvframe.selection.choice import Candidate, Choice, Identity, bind_chain, chain_capture
+from kvframe.selection.skipping import NO_SKIPPING, Skipping
 
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack

@@ -22,8 +22,8 @@ from kvframe.contract.specs import AttentionMask, AttentionSpec, KVCacheSpec, La
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
-from kvframe.selection.chains import Skipping, find_skippable_layers
 from kvframe.selection.select import select_backends
+from kvframe.selection.skipping import Skipping, find_skippable_layers
 from tests.support.layers import share_caches
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract import AttentionBackend, Capabilities, KVFormat, LayerSpec, SpecError
 from kvframe.contract.formats import STATE_ALIGNMENT_BYTES, align_up
 from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.selection.chains import WrapperChain
+from kvframe.selection.choice import WrapperChain
 
 MOST_ITEMS = 60_000
 """Scores of a case, times its heads: what the reference computes in about a tenth of a second."""

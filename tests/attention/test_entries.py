@@ -17,7 +17,8 @@ from kvframe.contract import (
 from kvframe.contract.errors import ModelError, WrapperError
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.planning.spec_check import check_spec_at_set_up
-from kvframe.selection.chains import bind_chain, find_skippable_layers
+from kvframe.selection.choice import bind_chain
+from kvframe.selection.skipping import find_skippable_layers
 from tests.contract.test_choice import batch, plain_layer
 
 

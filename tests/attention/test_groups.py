@@ -19,8 +19,8 @@ from kvframe.contract.errors import BackendError, PluginError, SpecError, StackE
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers
-from kvframe.selection.chains import DRAFTING, NO_SKIPPING, Skipping, find_skippable_layers
 from kvframe.selection.choice import Identity
+from kvframe.selection.skipping import DRAFTING, NO_SKIPPING, Skipping, find_skippable_layers
 from tests.attention.attending import MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local
 from tests.support.layers import share_caches
 from tests.support.plugins import plugin

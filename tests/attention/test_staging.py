@@ -40,8 +40,8 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
-from kvframe.selection.chains import Skipping, find_skippable_layers
 from kvframe.selection.select import select_backends
+from kvframe.selection.skipping import Skipping, find_skippable_layers
 from tests.attention.attending import full, layer, local
 from tests.attention.capturable import CapturableReference
 from tests.attention.test_states import states

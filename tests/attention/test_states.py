@@ -25,8 +25,8 @@ from kvframe.contract.specs import KVCacheSpec, LayerSpec, StateTensor, TokenRan
 from kvframe.contract.state import StateRun, StateStep
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.rollback import RollbackSpec
-from kvframe.selection.chains import find_skippable_layers
 from kvframe.selection.select import select_backends
+from kvframe.selection.skipping import find_skippable_layers
 from tests.attention.attending import CPU, Bench, full, layer
 
 

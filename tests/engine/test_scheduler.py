@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvframe_engine.requests.progress import NO_INPUTS, NO_SEQUENCES
+from kvframe_engine.requests.progress import NO_INPUTS, NO_SEQUENCES, input_sequences
 from kvframe_engine.requests.request import Request, SamplingParams
 from kvframe_engine.scheduling.scheduler import Scheduler
 from kvframe_engine.scheduling.step import ScheduledStep
@@ -115,7 +115,14 @@ def request(
     tokens = [crc32(name.encode()) if first is None else first, *range(1, num_prompt_tokens)]
     params = SamplingParams(max_new_tokens=max_new_tokens)
     return Request.create(
-        name, tokens, params, eos_token_ids=frozenset(), max_model_len=100, inputs=inputs, cache_salt=salt
+        name,
+        tokens,
+        params,
+        eos_token_ids=frozenset(),
+        max_model_len=100,
+        inputs=inputs,
+        input_sequences=input_sequences(inputs),
+        cache_salt=salt,
     )
 
 
@@ -274,7 +281,7 @@ def test_a_step_that_nobody_can_schedule_ends_its_requests_and_raises_once() -> 
     made = scheduler(cache, first, second, third)
     run(made, 1)
 
-    def refuse_once(request_id: str) -> None:
+    def refuse_once(request_id: str, **hints: object) -> None:
         del vars(cache)["free"]
         raise KeyError(request_id)
 

@@ -20,6 +20,7 @@ import torch
 from kvframe_engine.assembly import find_page_copier
 
 from kvframe import Stack, load_plugins
+from kvframe.attention.copies import CopyScratch
 from kvframe.attention.group import form_groups
 from kvframe.attention.layer import AttentionLayer, GroupStep
 from kvframe.builtin.full_attention import FullAttentionSpec
@@ -317,7 +318,8 @@ def choose(registry: Registry, **rule: Any) -> tuple[tuple[LayerSpec, ...], tupl
 def set_up(registry: Registry) -> Any:
     layers, choices = choose(registry, backend="bad")
     find_page_copier(choices)
-    groups = form_groups(layers, choices, group_layers(layers), torch.device("cpu"))
+    device = torch.device("cpu")
+    groups = form_groups(layers, choices, group_layers(layers), device, {}, lambda: CopyScratch(device))
     return groups, layers
 
 

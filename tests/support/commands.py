@@ -47,6 +47,6 @@ def write(path: Path, content: object) -> str:
 
 def without_start(stderr: str) -> str:
     """Return what a command printed to stderr, apart from the lines that say what serves a model."""
-    start = r"kvframe: .* runs on .*; attention by .*; a cache of .* MiB(; prefixes also in .*)?\n"
+    start = r"kvframe: .* runs on .*; attention by .*; a cache of .* MiB(; .*)?\n"
     no_cache = r"kvframe: .*: no layer keeps anything of the past: .*\n"
     return re.sub(f"^({start}|{no_cache})", "", stderr, flags=re.MULTILINE)

@@ -27,7 +27,7 @@ from kvframe.contract.errors import PluginError, WrapperError
 from kvframe.contract.specs import LayerSpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
-from kvframe.selection.chains import WrapperChain
+from kvframe.selection.choice import WrapperChain
 
 EQUAL = "equal"
 WRONG = "WRONG"

@@ -23,7 +23,7 @@ from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.specs import LayerSpec
 from kvframe.loading.registry import Registry
-from kvframe.selection.chains import WrapperChain
+from kvframe.selection.choice import WrapperChain
 from tests.covering import keep
 from tests.support.plugins import plugin
 from tests.testing import composition as matrix

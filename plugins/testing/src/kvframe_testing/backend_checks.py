@@ -15,7 +15,7 @@ from kvframe.contract.errors import KVFrameError
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.specs import KVCacheSpec
-from kvframe.selection.chains import WrapperChain
+from kvframe.selection.choice import WrapperChain
 from kvframe_testing.batches import is_served
 from kvframe_testing.case import Case
 from kvframe_testing.checks import Check, Checks

@@ -12,7 +12,7 @@ from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.slots import Slots
 from kvframe.contract.specs import RELATIVE_BIAS, KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.contract.wrapper import CHANGES_MASK
-from kvframe.selection.chains import WrapperChain
+from kvframe.selection.choice import WrapperChain
 from kvframe_testing.state import KEYS_AND_VALUES, StateForm
 
 _SPREAD = 1.5

@@ -10,7 +10,7 @@ import attrs
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.specs import LayerSpec, align_up
-from kvframe.selection.chains import WrapperChain, chain_capture
+from kvframe.selection.choice import WrapperChain, chain_capture
 from kvframe_testing.case import Case, Request
 from kvframe_testing.grid import make_layer, share_cache
 from kvframe_testing.state import ALIBI_SLOPES, BIAS_SIZES, SOFT_CAP, StateForm

@@ -18,7 +18,7 @@ from kvframe.contract.errors import BackendError, WrapperError
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.specs import RELATIVE_BIAS
 from kvframe.loading.registry import Registry
-from kvframe.selection.chains import bind_chain
+from kvframe.selection.choice import bind_chain
 from kvframe_testing.case import Case, Inputs, Learned, draw_inputs
 from kvframe_testing.checks import Check, find_backend
 from kvframe_testing.effects import without_side_effects

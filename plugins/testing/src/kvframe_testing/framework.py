@@ -8,7 +8,7 @@ from kvframe.attention.state import state_step
 from kvframe.attention.wrapping import apply_chain, apply_wrapper
 from kvframe.config.choices import check_order
 from kvframe.planning.layer_file import read_layer_file
-from kvframe.selection.chains import WrapperChain, bind_chain
+from kvframe.selection.choice import WrapperChain, bind_chain
 from kvframe.selection.select import select_backends
 
 __all__ = [

@@ -24,7 +24,7 @@ from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.specs import LayerSpec, QuerySpec, align_up
 from kvframe.contract.wrapper import FieldUse
 from kvframe.loading.plugins import load_plugins
-from kvframe.selection.chains import WrapperChain, bind_chain, chain_capture
+from kvframe.selection.choice import WrapperChain, bind_chain, chain_capture
 from kvframe_testing.batches import (
     HIDDEN_CROSS_STARTS,
     HIDDEN_STARTS,

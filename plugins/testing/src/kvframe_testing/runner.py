@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from kvframe.attention.batch_metadata import StepBatch
-from kvframe.attention.copies import CopyScratch, make_backend
+from kvframe.attention.group import make_backend
 from kvframe.attention.layer import AttentionLayer
 from kvframe.attention.layers import Layers
 from kvframe.attention.nested import replace_tensors
@@ -36,8 +36,7 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import lay_out_cache
-from kvframe.selection.chains import WrapperChain
-from kvframe.selection.choice import Candidate, Choice, Identity
+from kvframe.selection.choice import Candidate, Choice, Identity, WrapperChain
 from kvframe_testing.case import Case, Inputs, Learned, Request
 from kvframe_testing.hosts import KVFRAME, Host, Memory
 from kvframe_testing.laws import ConformanceError
@@ -167,8 +166,10 @@ class Runner:
             if layer.spec.shares_with is not None:
                 # The layer whose cache it shares stores the tokens.
                 owner = attrs.evolve(layer.spec, name=layer.spec.shares_with, shares_with=None)
-                (choice,), scratch = self.attention.choices, CopyScratch(self._device)
-                writer = make_backend(self._class, [owner], self._device, choice.backend_options, scratch)
+                (choice,) = self.attention.choices
+                writer = make_backend(
+                    self._class, [owner], self._device, choice.backend_options, lambda: self.attention.copies
+                )
                 self._writers[name] = writer
                 if parameters:
                     writer.bind(owner, parameters)

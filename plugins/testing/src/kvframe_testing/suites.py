@@ -30,7 +30,7 @@ from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
-from kvframe.selection.chains import WrapperChain
+from kvframe.selection.choice import WrapperChain
 from kvframe_testing.case import Case
 from kvframe_testing.checks import Check, Checks, make_checks
 from kvframe_testing.laws import ConformanceError

@@ -33,7 +33,7 @@ from kvframe.contract.metadata import (
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.loading.plugins import load_plugins
-from kvframe.selection.chains import bind_chain
+from kvframe.selection.choice import bind_chain
 from kvframe_testing.attended import find_difference
 from kvframe_testing.batches import wrapper_batches
 from kvframe_testing.case import Case, Request

@@ -220,7 +220,6 @@ class StepGraphs:
 
     def run(
         self,
-        sizes: GraphSizes,
         batch: StepBatch,
         tables: BlockTables,
         metadata: Sequence[CommonAttentionMetadata],
@@ -231,7 +230,6 @@ class StepGraphs:
         """Run a step from its graph, after capturing the graph if there is none yet.
 
         Args:
-            sizes: What ``sizes_for`` returned for the step.
             batch: The step.
             tables: The block tables of all cache groups.
             metadata: What ``Layers.build_metadata`` made of both, on the host.
@@ -241,14 +239,18 @@ class StepGraphs:
 
         Returns:
             What the forward returns: logits of the wanted rows, then of padding; the next step overwrites them. None if
-            a state layer has no page for the state between two of a request's tokens, or if the capture raised any
-            exception. In the second case, steps of these sizes run without a graph from then on, and each reason is
-            logged once. The pages stay correct: the step without a graph writes again what the capture wrote.
+            no graph fits the step, a state layer has no page for the state between two of a request's tokens, or the
+            capture raised any exception. In the last case, steps of these sizes run without a graph from then on, and
+            each reason is logged once. The pages stay correct: the step without a graph writes again what the capture
+            wrote.
         """
+        sizes = self.sizes_for(batch, len(wanted_indices))
+        if sizes is None:
+            return None
         states = self._layers.states.rounds(batch, tables, sizes.num_reqs, sizes.query_len)
-        return (
-            None if states is None else self._run(sizes, tables, metadata, states, token_ids, positions, wanted_indices)
-        )
+        if states is None:
+            return None
+        return self._run(sizes, tables, metadata, states, token_ids, positions, wanted_indices)
 
     def _run(
         self,

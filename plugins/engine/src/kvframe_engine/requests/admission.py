@@ -14,7 +14,7 @@ from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.specs import ENCODER
 from kvframe_engine.requests.params import SamplingParams, bad_params
-from kvframe_engine.requests.progress import NO_HINTS, NO_INPUTS
+from kvframe_engine.requests.progress import NO_HINTS, NO_INPUTS, input_sequences
 from kvframe_engine.requests.prompt import AnyPrompt, Prompt, unpacked
 
 T = TypeVar("T")
@@ -98,6 +98,7 @@ class Admission:
         token_ids, inputs = self._tokens_and_inputs(prompt, params)
         attributes = {
             "inputs": inputs,
+            "input_sequences": input_sequences(inputs),
             "num_joint_tokens": self.num_joint_tokens(token_ids),
             "boundaries": self.boundaries(prompt, len(token_ids)),
         }

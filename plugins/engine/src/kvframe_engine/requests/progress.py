@@ -29,8 +29,6 @@ NO_HINTS: Hints = Hints()
 
 def input_sequences(inputs: Mapping[str, ModelInput]) -> Mapping[str, InputSequence]:
     """Return a request's inputs in the form that the cache takes."""
-    if not inputs:
-        return NO_SEQUENCES
     return {name: InputSequence(value.num_tokens, value.key) for name, value in inputs.items()}
 
 
@@ -89,9 +87,7 @@ class RequestProgress:
     hints: Hints = NO_HINTS
     order: tuple[float, int] = (0.0, 0)
     inputs: Mapping[str, ModelInput] = NO_INPUTS
-    input_sequences: Mapping[str, InputSequence] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: input_sequences(self.inputs), takes_self=True)
-    )
+    input_sequences: Mapping[str, InputSequence] = NO_SEQUENCES
     new_inputs: frozenset[str] = frozenset()
     wants_prompt_rows: bool = attrs.field(init=False, default=False)
     num_computed: int = 0

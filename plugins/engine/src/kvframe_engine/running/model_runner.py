@@ -15,7 +15,6 @@ import torch
 
 from kvframe import BlockTables, Layers, StepBatch, allocating
 from kvframe.contract.errors import ModelError
-from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.order import IntArray
 from kvframe_engine.graphs.step_graphs import Forward, StepGraphs
@@ -235,9 +234,11 @@ class ModelRunner:
                     }
                 )
             if self.graphs is not None:
-                logits = self._replay(self.graphs, batch, metadata, *tensors)
-                if logits is not None:
-                    return logits
+                rows_of_graph = self.graphs.run(batch, self._tables, metadata, *tensors)
+                if rows_of_graph is not None:
+                    logits, *others = rows_of_graph
+                    num_rows = len(positions) if self._keeps_all_rows else len(logits_indices)
+                    return self._split_output([logits[: len(logits_indices)], *(each[:num_rows] for each in others)])
             inputs = tuple(map(torch.from_numpy, tensors))
             step = self._layers.begin_step(metadata, batch=batch, tables=self._tables, inputs=inputs)
             output, kept_rows = self._forward(*step.inputs), step.kept_rows
@@ -252,26 +253,6 @@ class ModelRunner:
             return self._split_output(
                 [each[: len(wanted_indices)] if is_kept else each[wanted_indices] for each in output]
             )
-
-    def _replay(
-        self,
-        graphs: StepGraphs,
-        batch: StepBatch,
-        metadata: Sequence[CommonAttentionMetadata],
-        token_ids: IntArray,
-        positions: IntArray,
-        logits_indices: IntArray,
-    ) -> torch.Tensor | None:
-        """Return the logits of a step that is replayed from a graph; None if it is not."""
-        num_wanted, sizes = len(logits_indices), graphs.sizes_for(batch, len(logits_indices))
-        if sizes is None:
-            return None
-        output = graphs.run(sizes, batch, self._tables, metadata, token_ids, positions, logits_indices)
-        if output is None:
-            return None
-        logits, *others = output
-        num_rows = len(positions) if self._keeps_all_rows else num_wanted
-        return self._split_output([logits[:num_wanted], *(each[:num_rows] for each in others)])
 
     def hidden_rows_of(self, packed: StepBatch, rows: IntArray, counts: IntArray) -> torch.Tensor:
         """Return the hidden states of the first tokens of some requests of the last step, ``[sum(counts), …], device``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol
 
 import attrs
@@ -127,7 +127,7 @@ class RequestBlocks(Generic[RequestT]):
         """Start a request from the computed tokens of another one that pauses; one step computes the known rest."""
         self._cache.fork(other.request_id, request.request_id, request.token_ids)
         try:
-            if not self._extend_first(request, len(request.token_ids)):
+            if not self._ask(self._cache.extend, request, len(request.token_ids)):
                 self.release(request)
                 return 0
         except (RuntimeError, MemoryError):
@@ -155,12 +155,12 @@ class RequestBlocks(Generic[RequestT]):
             num_scheduled = request.end_of_step(hit, budget) - hit
             if self._reserve_prompts and hit + num_scheduled < len(request.token_ids) and others_run:
                 # Without blocks for the rest, it would take blocks from others until it is preempted itself.
-                fits = fits and self._has_capacity(request, len(request.token_ids))
+                fits = fits and self._ask(self._cache.has_capacity, request, len(request.token_ids))
             waits = self._tiers is not None and self._waits_again(request, hit, num_scheduled, fits=fits)
             if waits or not num_scheduled:  # its next range needs more of a step
                 self.release(request)
                 return 0
-            if fits and self._extend_first(request, hit + num_scheduled):
+            if fits and self._ask(self._cache.extend, request, hit + num_scheduled):
                 break
             self.release(request)
             if others_run:
@@ -210,20 +210,12 @@ class RequestBlocks(Generic[RequestT]):
         self._tiers.drop(request)
         if not fits or not num_scheduled or hit >= request.promised_tokens:
             return False
-        return self._has_capacity(request, hit + num_scheduled) and self._tiers.begins_again(request)
+        return self._ask(self._cache.has_capacity, request, hit + num_scheduled) and self._tiers.begins_again(request)
 
-    def _has_capacity(self, request: RequestT, num_tokens: int) -> bool:
-        """Return whether there are enough free blocks for a new request's tokens; free the request on an error."""
+    def _ask(self, find_blocks: Callable[[str, int], bool], request: RequestT, num_tokens: int) -> bool:
+        """Ask the cache for blocks for a new request's first tokens; free the request on an error."""
         try:
-            return self._cache.has_capacity(request.request_id, num_tokens)
-        except BaseException:
-            self.release(request)
-            raise
-
-    def _extend_first(self, request: RequestT, num_tokens: int) -> bool:
-        """Allocate blocks for a new request's first tokens; free the request on an error."""
-        try:
-            return self._cache.extend(request.request_id, num_tokens)
+            return find_blocks(request.request_id, num_tokens)
         except BaseException:
             self.release(request)
             raise

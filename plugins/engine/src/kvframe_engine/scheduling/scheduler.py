@@ -361,7 +361,7 @@ class Scheduler(Generic[RequestT]):
             self.waiting.note_stop(request)
             if self._drafting is not None:
                 self._drafting.forget(request)
-        self.running.drop(requests)
+        self.running.remove(requests)
 
     def end(self, request: RequestT, reason: FinishReason) -> None:
         """End a waiting or running request at once; nothing if it has ended."""
@@ -373,7 +373,7 @@ class Scheduler(Generic[RequestT]):
         if self._ahead is not None and request in self._ahead.requests:
             return  # ``complete`` releases it
         if request.row >= 0:
-            self.running.remove(request)
+            self.running.remove([request])
             self.waiting.note_stop(request)
             self._blocks.release(request)
         else:
@@ -535,7 +535,7 @@ class Scheduler(Generic[RequestT]):
 
     def _queue_again(self, request: RequestT) -> None:
         """Let a running request, which has given its blocks back, wait at the head of its owner's queue."""
-        self.running.remove(request)
+        self.running.remove([request])
         self.waiting.note_stop(request)
         self.waiting.appendleft(request)
         if self._tiers is not None:

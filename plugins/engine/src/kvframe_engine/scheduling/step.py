@@ -47,14 +47,6 @@ class RunningRequests(Sequence[RequestT]):
         self._requests.append(request)
         self._is_ranked = False
 
-    def remove(self, request: RequestT) -> None:
-        """Remove a request."""
-        index = self._requests.index(request)
-        del self._requests[index]
-        # Without the last request, the order of the others is the same.
-        self._is_ranked = self._is_ranked and index == len(self._requests)
-        self._columns[:, index : len(self._requests)] = self._columns[:, index + 1 : len(self._requests) + 1]
-
     def advance(self, num_computed: IntArray, num_known: IntArray) -> None:
         """Set the computed and the known tokens of the first ``n`` requests.
 
@@ -65,13 +57,14 @@ class RunningRequests(Sequence[RequestT]):
         self._columns[1, : len(num_computed)] = num_computed
         self._columns[2, : len(num_known)] = num_known
 
-    def drop(self, requests: Sequence[RequestT]) -> None:
+    def remove(self, requests: Sequence[RequestT]) -> None:
         """Remove requests."""
         dropped = {id(request) for request in requests}
         going_on = [index for index, request in enumerate(self._requests) if id(request) not in dropped]
         self._requests = [self._requests[index] for index in going_on]
         self._columns[:, : len(going_on)] = self._columns[:, going_on]
-        self._is_ranked = False
+        # Without the last requests, the order of the others is the same.
+        self._is_ranked = self._is_ranked and going_on == [*range(len(going_on))]
 
     def rank(self, ranks_of: Callable[[list[RequestT]], Sequence[Any]]) -> bool:
         """Order the requests by their ranks, and keep the order of those of one rank; return whether it changed."""
