@@ -394,7 +394,12 @@ def wait_in(module: str, lock: Any, limit: StepLimit) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "expected"), [("hanging", "line 3 of 'hanging'"), ("torch.distributed.collectives", None)]
+    ("module", "expected"),
+    [
+        ("hanging", "line 3 of 'hanging'"),
+        ("torch.distributed.collectives", None),
+        (torch.cuda.Event.synchronize.__module__, None),
+    ],
 )
 def test_a_step_that_does_not_end_is_told_with_its_line_unless_it_waits_for_another_rank(
     module: str, expected: str | None

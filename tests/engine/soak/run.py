@@ -185,6 +185,7 @@ class Soak:
         """Compare the blocks that the listener knows with those that a new listener is told."""
         engine: Any = self.engine
         num_interrupts = self.faults.struck["told"]
+        self._attempt(engine._settle)
         self._attempt(engine._cache_events.deliver)
         if engine.on_cache_events is not None and num_interrupts == self.faults.struck["told"]:
             self.counts["mirrors"] += 1

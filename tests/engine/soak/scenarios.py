@@ -19,6 +19,7 @@ from kvframe.planning.plan import plan_cache
 from kvframe.planning.recognise import find_adapter
 from tests.engine.injected_faults import Careless, careless_plugin
 from tests.engine.soak.faulty_store import FaultyStore, faulty_store_plugin
+from tests.support.overlap import on_queue
 
 VOCABULARY = 128
 START = 3
@@ -43,6 +44,7 @@ class Scenario:
         wrappers: The wrappers of every layer.
         per_second: Requests in a second, outside of bursts.
         has_owners: Whether a request's salt is its owner too.
+        overlaps: Whether the next step is chosen while a simulated device computes the last one.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Scenario:
     wrappers: tuple[str, ...] = ()
     per_second: float = 0.1
     has_owners: bool = False
+    overlaps: bool = False
 
 
 WITH_HOST: dict[str, Any] = {"block_size": 4, "host_memory": "192KiB"}
@@ -71,8 +74,9 @@ SCENARIOS = (
     Scenario(
         name="states",
         family="bamba",
-        what="Mamba-2 states beside full attention",
+        what="Mamba-2 states beside full attention, steps that overlap",
         longest=72,
+        overlaps=True,
     ),
     Scenario(
         name="encoder",
@@ -107,8 +111,9 @@ SCENARIOS_WITH_STORES = (
     Scenario(
         name="windows",
         family="gemma3_text",
-        what="windows of 8 tokens beside full attention, a store, 64 KiB of host memory",
+        what="windows of 8 tokens beside full attention, a store, 64 KiB of host memory, steps that overlap",
         longest=88,
+        overlaps=True,
         cache={**STORES, **WITH_HOST, "host_memory": "64KiB"},
         wrappers=(Careless.name,),
         has_owners=True,
@@ -183,11 +188,14 @@ class Served:
         tables: dict[str, Any] = {
             "cache": {"memory": "4MiB", **self.scenario.cache},
             "limits": {"max_model_len": self.scenario.longest, **self.scenario.limits},
-            "engine": {"self_check": False},
+            "engine": {"self_check": False, "overlap": "on" if self.scenario.overlaps else "off"},
             "rules": rules,
         }
         tables["cache"] = {**self.scenario.cache, "memory": self._tight_memory(self._set_up(tables).grouping)}
-        return Engine(self.loaded, self._set_up(tables), poison_freed=True)
+        engine = Engine(self.loaded, self._set_up(tables), poison_freed=True)
+        if self.scenario.overlaps:
+            on_queue(engine, 0.0005)
+        return engine
 
     def _set_up(self, tables: dict[str, Any]) -> Setup:
         return Setup.of(self.loaded.description, Stack.from_mapping(tables), self.registry, dtype="float32")

@@ -249,8 +249,9 @@ class LeadingTokens(LastTokens):
 
     def store(self, rows: IntArray, token_ids: torch.Tensor) -> None:
         """Store the tokens of rows on every rank."""
-        self._leader.send_command("receive_tokens", rows)
-        torch.distributed.broadcast(token_ids, 0)
+        if len(rows):
+            self._leader.send_command("receive_tokens", rows)
+            torch.distributed.broadcast(token_ids, 0)
         super().store(rows, token_ids)
 
 

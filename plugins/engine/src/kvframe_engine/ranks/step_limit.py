@@ -74,10 +74,10 @@ def late(max_seconds: float, line: str | None) -> str:
 
 
 def _line_of(frame: FrameType | None) -> str | None:
-    """Return the line that a thread runs, outside of torch; None if it waits in a collective operation."""
+    """Return the line that a thread runs, outside of torch; None if it waits for another rank or for its device."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        if module.startswith("torch.distributed"):
+        if module.startswith(("torch.distributed", "torch.cuda.streams")):
             return None
         if not f"{module}.".startswith("torch."):
             return f"line {frame.f_lineno} of {shown(module)}"
