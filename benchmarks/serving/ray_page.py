@@ -20,33 +20,42 @@ def write_report(record: Mapping[str, Any]) -> str:
         "share": ("share", "{:.1%}"),
         "first_token_ms": ("first token, median, ms", "{:,.0f}"),
         "tokens_per_s": ("tokens per second", "{:,.0f}"),
+        "frontend_ms": ("frontend, ms of processor a request", "{:,.0f}"),
+        "engines_ms": ("engines", "{:,.0f}"),
+        "all_ms": ("all processes", "{:,.0f}"),
         "hits": ("times the hits of the default", "{:.2f}"),
         "first": ("times its first token", "{:.2f}"),
+        "speed": ("times its tokens per second", "{:.2f}"),
     }
     parts = []
-    for trace, routers in record["traces"].items():
-        default = routers.get(DEFAULT)
-        rows = {
-            name: {
-                **values,
-                "share": ratios(values["hit_tokens"], values["prompt_tokens"]),
-                "hits": _times(values, default, "hit_tokens"),
-                "first": _times(values, default, "first_token_ms"),
+    for setting, found in record["settings"].items():
+        parts += [f"## {setting}", f"A cache of {found['memory']} in each engine."]
+        for trace, routers in found["traces"].items():
+            default = routers.get(DEFAULT)
+            rows = {
+                name: {
+                    **values,
+                    "share": ratios(values["hit_tokens"], values["prompt_tokens"]),
+                    "hits": _times(values, default, "hit_tokens"),
+                    "first": _times(values, default, "first_token_ms"),
+                    "speed": _times(values, default, "tokens_per_s"),
+                }
+                for name, values in routers.items()
             }
-            for name, values in routers.items()
-        }
-        asked = next(iter(routers.values()))
-        words = f"{asked['requests'][0]:,} requests and {asked['prompt_tokens'][0]:,} prompt tokens in a round."
-        parts += [f"## {trace}", words, figures(rows, columns, "router")]
+            asked = next(iter(routers.values()))
+            words = f"{asked['requests'][0]:,} requests and {asked['prompt_tokens'][0]:,} prompt tokens in a round."
+            parts += [f"### {trace}", words, figures(rows, columns, "router")]
     note = (
-        f"{record['replicas']} engines with a cache of {record['memory']} each, {AT_ONCE} requests at once, "
-        f"{REPLY_TOKENS} tokens in each answer. Clients, Ray and engines share the cores."
+        f"{AT_ONCE} requests at once, {REPLY_TOKENS} tokens in each answer. Clients, Ray and engines share the cores."
     )
     return page(
         heading("Routers on Ray Serve", record, medians(record), note),
         "Hits are prompt tokens that the engine did not compute, as answers say. Tokens per second are of prompts and "
-        "answers. The power of two choices is Ray's default. If none are expected, the router knows nothing of prompts "
-        "that engines have not computed yet.",
+        "answers. Processor time is that of all processes of a kind, divided by the requests; the router is in the "
+        "frontend. The power of two choices is Ray's default. If none are expected, the router knows nothing of "
+        "prompts that engines have not computed yet.",
+        "If there are more engines than cores, they take processor time from each other. A router that leaves some "
+        "idle then makes larger batches, which take less of it. With an engine for each core, this does not count.",
         *parts,
     )
 

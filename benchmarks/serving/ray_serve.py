@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 from kvframe_ray.deploying import Arguments, make_app
 from kvframe_ray.messages import Asked
@@ -27,11 +28,43 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from benchmarks.harness import options
 from benchmarks.harness.record import benchmark, by_turns, counted, in_columns, progress
 from benchmarks.serving.ray_page import AT_ONCE, REPLY_TOKENS, TRACES, write_report
+from benchmarks.serving.ray_processes import processor_seconds
 from benchmarks.serving.running import save_model
 from tests.support.ray_cluster import ray_cluster
 
-CONFIG = {"max_position_embeddings": 2048, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
-"""Large enough that prompts take longer to compute than Ray takes to send them."""
+
+@attrs.frozen
+class Setting:
+    """A model, how many engines serve it, and for what.
+
+    Attributes:
+        config: The sizes of the model.
+        memory: The cache of each engine.
+        replicas: The engines.
+        traces: What users ask.
+    """
+
+    config: Mapping[str, int]
+    memory: str
+    replicas: int
+    traces: Sequence[str]
+
+
+SETTINGS: Mapping[str, Setting] = {
+    # Large enough that prompts take longer to compute than Ray takes to send them.
+    "4 engines of 6 million parameters": Setting(
+        {"max_position_embeddings": 2048, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6},
+        "64MiB",
+        4,
+        TRACES,
+    ),
+    "2 engines of 32 million parameters": Setting(
+        {"max_position_embeddings": 2048, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8},
+        "256MiB",
+        2,
+        TRACES[-1:],
+    ),
+}
 STACK = """
 [cache]
 memory = "{memory}"
@@ -146,47 +179,68 @@ def run_talks(url: str, talks: Sequence[Talk]) -> dict[str, Any]:
 
 def deploy(arguments: Arguments, router: str, url: str) -> str:
     """Deploy an application with a router; return its address."""
-    path = f"/{router.replace(' ', '-').replace(',', '')}"
-    serve.run(make_app(arguments, ROUTERS[router]()), name=path[1:], route_prefix=path)
+    path = f"/{name_of(router)}"
+    serve.run(make_app(arguments, ROUTERS[router]()), name=name_of(router), route_prefix=path)
     ask(url + path, [0] * 20)
     return url + path
 
 
+def name_of(router: str) -> str:
+    """Return the name of the application with a router."""
+    return router.replace(" ", "-").replace(",", "")
+
+
 @benchmark("ray_serve", write_report)
-@options.repeats(5, flag="--rounds")
+@options.repeats(7, flag="--rounds")
 @options.choose("--router", "routers", ROUTERS)
-@options.choose("--trace", "traces", TRACES)
-@click.option("--replicas", type=click.IntRange(2), default=4, show_default=True, help="The number of engines.")
-@click.option("--talks", type=click.IntRange(1), default=24, show_default=True, help="The number of conversations.")
-@click.option("--memory", default="64MiB", show_default=True, help="The cache of each engine.")
-def main(
-    rounds: int, routers: Sequence[str], traces: Sequence[str], replicas: int, talks: int, memory: str
-) -> dict[str, Any]:
+@options.choose("--setting", "settings", SETTINGS)
+@click.option("--talks", type=click.IntRange(1), default=12, show_default=True, help="The number of conversations.")
+def main(rounds: int, routers: Sequence[str], settings: Sequence[str], talks: int) -> dict[str, Any]:
     """Serve by all routers, which take turns; write one JSON file and one page."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
+    num_rounds = rounds * sum(len(SETTINGS[name].traces) for name in settings)
+    with progress("routers", num_rounds) as advance:
+        for name in settings:
+            setting = SETTINGS[name]
+            traces = _run_setting(setting, routers, rounds, talks, advance)
+            found[name] = {"replicas": setting.replicas, "memory": setting.memory, "traces": traces}
+    return {"repeats": rounds, "settings": found}
+
+
+def _run_setting(
+    setting: Setting, routers: Sequence[str], rounds: int, talks: int, advance: Callable[[int], object]
+) -> dict[str, Any]:
+    """Serve a model by all routers; return the figures of each trace."""
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         stack = Path(folder, "stack.toml")
-        stack.write_text(STACK.format(memory=memory), encoding="utf-8")
+        stack.write_text(STACK.format(memory=setting.memory), encoding="utf-8")
         arguments = Arguments(
-            model=str(save_model(Path(folder, "tiny"), **CONFIG)),
+            model=str(save_model(Path(folder, "tiny"), **setting.config)),
             stack=str(stack),
-            replicas=replicas,
+            replicas=setting.replicas,
             cpus=0,
             drain_seconds=1,
         )
-        with ray_cluster() as url, progress("routers", len(traces) * rounds) as advance:
+        with ray_cluster() as url:
             urls = {router: deploy(arguments, router, url) for router in routers}
             time.sleep(2)  # frontends begin to follow the engines
-            for trace in traces:
+            for trace in setting.traces:
                 # Nothing is found of an earlier round or trace, because tokens differ.
                 run = functools.partial(_run_round, urls, trace, talks)
-                turns = counted(by_turns([*urls], rounds, run, advance))
+                turns = counted(by_turns([*urls], rounds, run, advance, warm_up=True))
                 found[trace] = {router: in_columns(figures) for router, figures in turns.items()}
-    return {"replicas": replicas, "memory": memory, "repeats": rounds, "traces": found}
+    return found
 
 
 def _run_round(urls: Mapping[str, str], trace: str, num_talks: int, router: str, number: int) -> dict[str, Any]:
-    return run_talks(urls[router], draw_talks(trace, num_talks, number))
+    before = processor_seconds()
+    figures = run_talks(urls[router], draw_talks(trace, num_talks, number))
+    after, application = processor_seconds(), name_of(router)
+    names = {"frontend_ms": f"{application}:Frontend", "engines_ms": f"{application}:Engine", "all_ms": "all"}
+    for column, name in names.items():
+        figures[column] = 1e3 * (after[name] - before[name]) / figures["requests"]
+    return figures
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class ServerProcess:
     @property
     def memory_mb(self) -> float:
         """The resident memory of the process and its children, shared pages once, in megabytes (10^6 bytes)."""
-        return sum(_memory_kib(process) for process in _with_children(self.pid)) * 1024 / 1e6
+        return sum(_memory_kib(process) for process in with_children(self.pid)) * 1024 / 1e6
 
     @property
     def num_descriptors(self) -> int:
@@ -51,13 +51,14 @@ class ServerProcess:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
 
-def _with_children(process: int) -> Iterator[int]:
+def with_children(process: int) -> Iterator[int]:
+    """Yield the id of a process, and those of its children and theirs."""
     yield process
     with suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{process}/task"):
             listed = Path(f"/proc/{process}/task/{thread}/children").read_text(encoding="ascii")
             for child in listed.split():
-                yield from _with_children(int(child))
+                yield from with_children(int(child))
 
 
 def _memory_kib(process: int) -> int:
