@@ -24,6 +24,7 @@ class _Feed:
 
     events: list[CacheEvent] = attrs.field(factory=list)
     has_begun: bool = False
+    is_whole: bool = False
     has_ended: bool = False
     changed: asyncio.Event = attrs.field(factory=asyncio.Event)
 
@@ -51,10 +52,12 @@ class Feeds:
         try:
             while True:
                 await feed.changed.wait()
-                await asyncio.sleep(_GATHER_SECONDS)
+                if not feed.is_whole:  # All that is cached may be too long to be kept with more.
+                    await asyncio.sleep(_GATHER_SECONDS)
                 if feed.has_ended:
                     return
                 feed.changed.clear()
+                feed.is_whole = False
                 events, feed.events = feed.events, []
                 yield events
         finally:
@@ -80,7 +83,7 @@ class Feeds:
         """Add events to all feeds, and end those that keep too many; no feed is too long with all that is cached."""
         for feed in [*self._feeds]:
             if is_whole:
-                feed.events, feed.has_begun = [*events], True
+                feed.events, feed.has_begun, feed.is_whole = [*events], True, True
             elif len(feed.events) + len(events) > MOST_EVENTS:
                 feed.has_ended = True
                 self._remove(feed)
