@@ -5,7 +5,6 @@ from .attention.batch_metadata import build_metadata as build_metadata
 from .attention.group import AttentionGroup as AttentionGroup
 from .attention.layers import Layers as Layers
 from .attention.step import Step as Step
-from .attention.storage import HostStorage as HostStorage
 from .attention.storage import KVCacheStorage as KVCacheStorage
 from .builtin.full_attention import FullAttentionSpec as FullAttentionSpec
 from .cache.block_pool import BlockPool as BlockPool
@@ -41,14 +40,12 @@ from .engine import Engine as Engine
 from .engine import Prompt as Prompt
 from .engine import RequestOutput as RequestOutput
 from .engine import SamplingParams as SamplingParams
-from .hosting.event_feed import EventFeed as EventFeed
 from .hosting.hosted_model import HostedModel as HostedModel
 from .hosting.hosted_model import LiveBlocks as LiveBlocks
 from .hosting.models import load_model as load_model
 from .hosting.page_records import PageRecords as PageRecords
 from .hosting.page_secret import choose_secret as choose_secret
 from .hosting.page_writer import PageWriter as PageWriter
-from .hosting.read_rate import ReadRate as ReadRate
 from .hosting.sealed_store import SealedStore as SealedStore
 from .hosting.sealed_store import StoreCounts as StoreCounts
 from .hosting.setup import Setup as Setup

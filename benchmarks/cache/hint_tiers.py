@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.tiers.move import HOST
 from kvframe_engine.tiers.stored_pages import StoredPages
 from kvframe_engine.tiers.tiers import Tiers
@@ -15,7 +16,6 @@ from kvframe_engine.tiers.tiers import Tiers
 from benchmarks.cache.eviction import POOLS, make_plan, make_policy_of
 from benchmarks.cache.hint_traces import HINTED, TRACES, Sent
 from kvframe import Hints, KVCacheManager
-from kvframe.attention.storage import HostStorage
 from tests.support.stores import SHELVES, Shelf, ShelfStore
 
 TIERS = (HOST, "shelf")

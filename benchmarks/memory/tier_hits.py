@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import click
 import torch
+from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.tiers.stored_pages import StoredPages
 from kvframe_engine.tiers.tiers import Tiers
 from kvframe_mamba.spec import MambaSpec
@@ -24,7 +25,6 @@ from benchmarks.harness.process import map_in_processes
 from benchmarks.harness.record import benchmark, progress
 from benchmarks.memory.simulator import Simulation
 from benchmarks.memory.traces import TRACES, Conversation, Lengths, draw
-from kvframe.attention.storage import HostStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import KVCacheSpec, LayerSpec

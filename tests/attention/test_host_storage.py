@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from kvframe_engine.assembly import find_page_copier
+from kvframe_engine.host_storage import HostStorage
 from kvframe_kernels.triton.pages import copy_pages
 from kvframe_torch.backend import TorchBackend
 from kvframe_triton.backend import TritonBackend
 from kvframe_triton.latents import TritonMLABackend
 from triton import knobs
 
-from kvframe.attention.storage import HostStorage
 from kvframe.contract.backend import AttentionBackend, PageCopier
 from tests.cache.plans import full, make_plan, ranged
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvframe_engine.host_storage import HostStorage
 from kvframe_triton.backend import TritonBackend
 
-from kvframe.attention.storage import HostStorage
 from tests.cache.plans import full, make_plan, ranged
 
 ORDERS = {"from": (4, 0, 7, 2, 1), "host": (2, 3, 4, 5, 0), "to": (3, 6, 0, 5, 2)}

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.tiers.stored_pages import StoredPages
 from kvframe_engine.tiers.tiers import Tiers
 
-from kvframe.attention.storage import HostStorage
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import ENCODER, KVCacheSpec

@@ -11,6 +11,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.leader import Leader, LeadingHostStorage, LeadingStorage
 from kvframe_engine.ranks.leading_pages import LeadingPages
@@ -18,7 +19,7 @@ from kvframe_engine.ranks.messages import StepMessage, TableEntries
 from kvframe_engine.tiers.stored_pages import StoredPages
 
 from kvframe.attention.batch_metadata import StepBatch
-from kvframe.attention.storage import HostStorage, KVCacheStorage
+from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.errors import PlanError

@@ -10,8 +10,9 @@ import attrs
 import pytest
 import torch
 from kvframe_engine.tiers import tiers
+from kvframe_engine.tiers.read_rate import ReadRate
 
-from kvframe import BlocksStored, CacheCleared, CacheEvent, Engine, Hints, PageRecords, ReadRate, Stack, load_plugins
+from kvframe import BlocksStored, CacheCleared, CacheEvent, Engine, Hints, PageRecords, Stack, load_plugins
 from kvframe.contract.errors import StackError
 from kvframe.hosting import page_writer, sealed_store
 from tests.covering import cover_values

@@ -11,10 +11,11 @@ import attrs
 import pytest
 import torch
 from kvframe_attention_free import EncoderOnlySpec
+from kvframe_engine.host_storage import HostStorage
 
 from kvframe import Embedder
 from kvframe.attention.copies import CopyScratch
-from kvframe.attention.storage import HostStorage, KVCacheStorage, LocalCaches
+from kvframe.attention.storage import KVCacheStorage, LocalCaches
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import PlanError

@@ -11,7 +11,6 @@ import torch
 
 from kvframe import (
     Choice,
-    HostStorage,
     KVCachePlan,
     KVCacheStorage,
     Layers,
@@ -25,6 +24,7 @@ from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.model import LoadedModel, PredictionHeads
 from kvframe.contract.specs import LayerSpec
+from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.ranks.agreement import agree
 from kvframe_engine.ranks.fingerprint import Fingerprint
 from kvframe_engine.ranks.follower import Follower

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from kvframe import CacheEvent, EventFeed, KVCacheManager
+from kvframe import CacheEvent, KVCacheManager
+from kvframe_engine.event_feed import EventFeed
 
 _log = logging.getLogger("kvframe")
 

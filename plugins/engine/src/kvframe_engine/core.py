@@ -12,13 +12,14 @@ from typing import Any, Generic, Literal, Protocol, Self, get_args
 
 import attrs
 
-from kvframe import Choice, EventFeed, KVCachePlan, Setup, Stack, choose_secret, load_model
+from kvframe import Choice, KVCachePlan, Setup, Stack, choose_secret, load_model
 from kvframe.contract.description import LayerDescription
 from kvframe.contract.errors import EngineError, KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel
 from kvframe_engine.assembly import Assembly, assemble
 from kvframe_engine.cache_events import CacheEventDelivery, CacheListener
+from kvframe_engine.event_feed import EventFeed
 from kvframe_engine.parts import (
     attach_models,
     make_admission,

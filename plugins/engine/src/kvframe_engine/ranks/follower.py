@@ -13,9 +13,10 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe import BlockTables, HostStorage, KVCachePlan, KVCacheStorage
+from kvframe import BlockTables, KVCachePlan, KVCacheStorage
 from kvframe.contract.errors import KVFrameError, PlanError, shorten
 from kvframe.contract.order import IntArray
+from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.ranks.links import END, RANK_FAILED_EXIT_CODE, Aside, Failure, Link, end_process, packed
 from kvframe_engine.ranks.messages import StepMessage
 from kvframe_engine.ranks.step_limit import StepLimit, late

@@ -10,7 +10,8 @@ from contextlib import nullcontext
 import numpy as np
 import numpy.typing as npt
 
-from kvframe import HostStorage, KVCacheManager, Pin, PrefixBlocks
+from kvframe import KVCacheManager, Pin, PrefixBlocks
+from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.requests.progress import RequestProgress
 from kvframe_engine.tiers.stored_pages import StoredPages
 

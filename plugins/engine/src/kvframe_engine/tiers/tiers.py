@@ -17,12 +17,14 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe import HostStorage, KVCacheManager, PrefixBlocks, ReadRate
+from kvframe import KVCacheManager, PrefixBlocks
 from kvframe.contract.foreign import safe_text
+from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.requests.fetch import Fetch
 from kvframe_engine.requests.progress import RequestProgress
 from kvframe_engine.tiers.fetcher import LEAST_WAIT, PrefixFetcher
 from kvframe_engine.tiers.move import HOST, Move
+from kvframe_engine.tiers.read_rate import ReadRate
 from kvframe_engine.tiers.stored_pages import StoredPages
 
 _log = logging.getLogger("kvframe")

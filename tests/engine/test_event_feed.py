@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import attrs
 import pytest
+from kvframe_engine import event_feed
+from kvframe_engine.event_feed import EventFeed
 
 from kvframe.cache.events import BlocksRemoved, CacheCleared, CacheEvent
 from kvframe.cache.layout import CacheLayout
 from kvframe.contract.event_publisher import EventPublisher, OpenEventPublisher
-from kvframe.hosting import event_feed
-from kvframe.hosting.event_feed import EventFeed
 from tests.support.waiting import eventually
 
 CLEARED = CacheCleared(layout=CacheLayout(alignment=1, max_tokens=8, groups=()))

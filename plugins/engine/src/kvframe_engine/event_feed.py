@@ -7,10 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from kvframe.cache.events import BlocksStored, CacheEvent
-from kvframe.contract.event_publisher import EventPublisher, OpenEventPublisher
+from kvframe import BlocksStored, CacheEvent
+from kvframe.contract import EventPublisher, OpenEventPublisher
 from kvframe.contract.foreign import safe_text
-from kvframe.routing.event_batch import to_plain
+from kvframe.routing import to_plain
 
 _log = logging.getLogger("kvframe")
 MAX_QUEUED = 1 << 20
