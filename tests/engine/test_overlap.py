@@ -69,9 +69,10 @@ def test_tokens_are_those_without_overlap(models: Callable[[str], TinyModel], fa
     with model.engine(**options) as engine:
         expected = engine.generate(PROMPTS, PARAMS)
     with model.engine(overlap="on", **options) as engine:
+        # A step is computed when it is launched, and then reads tokens that the host does not know.
+        check_equal(expected, engine.generate(PROMPTS, PARAMS))
         if "graphs" not in options:
             on_queue(engine)
-        check_equal(expected, engine.generate(PROMPTS, PARAMS))
         check_equal(expected, engine.generate(PROMPTS, PARAMS))  # on cached prefixes
         assert 0 == held_pages(engine)
 
@@ -86,7 +87,8 @@ def test_preempted_requests_get_the_same_tokens(
     with model.engine(**sizes) as engine:
         expected = engine.generate(PROMPTS, PARAMS)
     with model.engine(overlap="on", **options) as engine:
-        on_queue(engine)
+        if host_memory is not None:
+            on_queue(engine)
         check_equal(expected, engine.generate(PROMPTS, PARAMS))
         assert engine.stats().preemptions > 0
         assert 0 == held_pages(engine)
