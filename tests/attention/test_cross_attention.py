@@ -200,7 +200,7 @@ def test_slots_are_those_of_new_inputs_alone_in_the_order_of_their_requests() ->
     expected = [
         int(tables[bench.manager.row(name), token // 4]) * 4 + token % 4 for name in "dc" for token in range(LENS[name])
     ]
-    assert expected == slots.tolist()
+    assert expected == slots.flat.tolist()
     bench.step("dbac", [0, 2, 0, 0], [1, 1, 1, 1])
     later = bench.batch("dbac", [1, 3, 1, 1], [1, 1, 1, 1])
     assert {} == input_slots(later, bench.manager.tables, CPU)
