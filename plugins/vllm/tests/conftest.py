@@ -77,23 +77,23 @@ TORCH = STACK.replace('"cpu"', '"torch"')
 SKIP = '[model]\nprefill_skipping = "decode_only"\n'
 
 
-RAISING = """
+RAISING = """import functools
 import kvframe_cpu.backend
 
 def register():
-    calls, forward = [0], kvframe_cpu.backend.CpuBackend.forward
-
+    calls, attend = [0], kvframe_cpu.backend.CpuBackend.attend
+    @functools.wraps(attend)
     def fail(self, layer, query, *args, **options):
         calls[0] += 1
         if calls[0] > 9:
             raise ValueError("no such tile")
-        return forward(self, layer, query, *args, **options)
+        return attend(self, layer, query, *args, **options)
 
-    kvframe_cpu.backend.CpuBackend.forward = fail
+    kvframe_cpu.backend.CpuBackend.attend = fail
 """
 
 
-FAILURE = "backend 'kvframe-cpu:cpu', of layer 'model.layers.1.self_attn.attn': forward() failed in line"
+FAILURE = "backend 'kvframe-cpu:cpu', of layer 'model.layers.1.self_attn.attn': attend() failed in line"
 
 
 def make_model(family: str, folder: Path) -> Path:
