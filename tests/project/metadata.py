@@ -58,7 +58,8 @@ def completed(folder: Path) -> str:
 
 
 def with_sibling_ranges(text: str, version: str) -> str:
-    """Return a pyproject.toml with the version ranges of the distributions here that it names."""
+    """Return a pyproject.toml with the version ranges of the distributions here that it names; one may pin the core."""
+    text = re.sub(r'(?<="kvframe)==[\d.]+(?=")', f"=={version}", text)
     return re.sub(r'(?<=")(kvframe[\w-]*(?:\[[\w,-]+\])?)>=[\d.]+,<[\d.]+(?=")', rf"\1{sibling_range(version)}", text)
 
 

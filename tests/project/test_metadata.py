@@ -57,6 +57,12 @@ def test_the_core_names_the_versions_of_its_distributions() -> None:
     assert [">=0.9,<0.10", ">=1.2,<1.3"] == [sibling_range(version) for version in ("0.9.3", "1.2.0")]
 
 
+def test_the_kit_is_for_one_version_of_the_core_whose_private_modules_it_uses() -> None:
+    core = project_of(ROOT)["version"]
+    assert f"kvframe=={core}" in project_of(ROOT / "plugins" / "testing")["dependencies"]
+    assert '"kvframe==1.2.3"' == with_sibling_ranges('"kvframe==0.9.0"', "1.2.3")
+
+
 def test_a_distribution_that_locks_files_by_fcntl_needs_posix() -> None:
     assert "Operating System :: POSIX" == system_of(ROOT / "plugins" / "disk")
     assert "Operating System :: OS Independent" == system_of(ROOT / "plugins" / "mamba")
