@@ -6,38 +6,31 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 
 import openai
 
 
 def main(path: str) -> None:
     """Serve the model of a folder, and ask it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "kvframe", "serve", path, "--port", str(port), "--served-name", "model"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+    command = [sys.executable, "-m", "kvframe", "serve", path, "--port", "0", "--served-name", "model"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            wait_for(f"http://127.0.0.1:{port}/health", server)
-            ask(openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="anna"))
+            # The client tries again until the server listens.
+            ask(openai.OpenAI(base_url=address(server), api_key="anna", max_retries=5))
         finally:
             server.send_signal(signal.SIGTERM)
 
 
-def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
-    """Wait until a server answers."""
-    while server.poll() is None:
-        try:
-            urllib.request.urlopen(url).close()
-            return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.2)
-    raise SystemExit("the server ended before it served; `kvframe serve` says why")
+def address(server: subprocess.Popen[str]) -> str:
+    """Wait until a server says where it serves, and return that."""
+    said = []
+    for line in server.stderr or ():
+        said.append(line)
+        if line.startswith("serving "):
+            return line.split()[-1]
+    raise SystemExit("".join(said))
 
 
 def ask(client: openai.OpenAI) -> None:

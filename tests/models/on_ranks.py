@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from tests.models.serving import GREEDY, PROMPTS, held_pages, make_stack
 from tests.support.engines import fetcher_of, requests_of, runner_of, scheduler_of
 from tests.support.overlap import EXTRAS, call_at_random, on_queue
 from tests.support.plugins import plugin
+from tests.support.ports import free_port
 from tests.support.stores import SHELVES, Shelf, shelf_plugin
 
 Result = dict[str, Any]
@@ -780,8 +780,7 @@ RUNS: Mapping[str, Callable[[Path], Result]] = {
 def run_ranks(run: Callable[[Path], Result], folder: Path) -> Result:
     """Run a function in two ranks, or as many as its name says; return rank 0's result, the exit codes and stderr."""
     size = 3 if run is run_three else 2
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as scratch:
         out, said = Path(scratch, "out"), [Path(scratch, f"said{rank}") for rank in range(size)]
         children = [_fork(rank, size, port, run, folder, out, said[rank]) for rank in range(size)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ from tests.models.knowing import ANSWERS, MAX_DRAFTS, make_manifest
 from tests.models.serving import PROMPTS, TinyModel, held_pages
 from tests.support.engines import runner_of
 from tests.support.overlap import EXTRAS
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.gpu
 
@@ -200,8 +200,7 @@ def test_ranks_communicate_through_nccl(models: Callable[[str], TinyModel], tmp_
     prompts.write_text(json.dumps(PROMPTS))
     arguments = ["--prompt-token-ids", str(prompts), "--max-new-tokens", "16", "--ignore-eos", "--json"]
     command = [sys.executable, "-m", "kvframe", "generate", str(model.path), *arguments]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     # Both ranks use the first GPU. NCCL refuses that on one machine, so each has the name of a machine of its own.
     ranks = [
         subprocess.Popen(

@@ -11,7 +11,6 @@ import re
 import runpy
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -41,6 +40,7 @@ from kvframe.loading.plugins import load_plugins
 from tests.programs import IMPORTED, commands_in_forks
 from tests.project.import_graph import SOURCES, runs_of_an_engine
 from tests.support.commands import run
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -263,8 +263,7 @@ def test_a_tutorial_runs_from_an_empty_folder_as_written(
     if ".cache/demo-model" in read(document):  # it starts in a clone, after make demo
         (tmp_path / ".cache").mkdir()
         (tmp_path / ".cache" / "demo-model").symlink_to(demo_model)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
+    port = str(free_port())
     started: list[subprocess.Popen[str]] = []
     try:
         for step in steps(document):
@@ -454,7 +453,8 @@ def test_the_commands_shown_are_those_of_the_program() -> None:
     page = read("docs/command_line.md")
     assert of_docs("commands")["with_commands"](page) == page, "run python docs/commands.py"
     assert [*main.list_commands(click.Context(main))] == re.findall(r"^## `kvframe ([\w-]+)`", page, re.MULTILINE)
-    assert "\n- `--port INTEGER RANGE`: `default: 8000` `1<=x<=65535`\n" in page
+    port = "The port to listen on; 0 for any free one. `default: 8000` `0<=x<=65535`"
+    assert f"\n- `--port INTEGER RANGE`: {port}\n" in page
 
 
 def test_the_page_of_metrics_has_every_metric_and_its_labels(demo_model: Path) -> None:

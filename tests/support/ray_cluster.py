@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from tests.support.ports import free_port
 
 os.environ |= {
     "RAY_AUTH_MODE": "disabled",  # Otherwise Ray writes a token into the home folder.
@@ -25,9 +26,7 @@ def ray_cluster() -> Iterator[str]:
     from ray import serve
 
     folder = tempfile.mkdtemp(prefix="ray")  # Paths of sockets in it have to be short.
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     ray.init(
         num_cpus=1,
         include_dashboard=False,

@@ -12,17 +12,11 @@ from types import TracebackType
 
 import valkey
 
+from tests.support.ports import free_port
+
 PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
 MISSING = "there is no valkey-server and no redis-server on PATH: apt-get install redis-server"
 STARTING_SECONDS, LOOK_SECONDS = 60, 0.02
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class StoreServer:

@@ -10,7 +10,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -28,6 +27,7 @@ from kvframe_serve import server  # noqa: F401  # imported before the processes 
 from kvframe_serve.reading.process import prepare
 
 from kvframe import Engine, SamplingParams, Stack
+from tests.support.ports import free_port
 
 MOST_SECONDS = 120
 """How long the ranks may take to end; those that are refused start first."""
@@ -114,10 +114,8 @@ class Ranks:
 
     def __init__(self, models: list[Path], stack: Path, port: int, folder: Path) -> None:
         """Start both ranks."""
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            rendezvous = probe.getsockname()[1]
         os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", BREAK: str(folder / "break")}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.client = Client(port)
         self.codes: dict[int, int] = {}
         self._folder = folder
@@ -223,8 +221,7 @@ def text_of_one_process(model: Path, stack: Path) -> str:
 
 def run(act: Callable[[Ranks], Result] | None, models: list[Path], stack: Path) -> Result:
     """Serve models over ranks until they end."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as scratch:
         ranks = Ranks(models, stack, port, Path(scratch))
         try:

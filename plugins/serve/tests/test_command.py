@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,11 +24,7 @@ from kvframe_serve.command import serve
 from kvframe_serve.server import Server
 
 from tests.programs import start_program
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+from tests.support.ports import free_port
 
 
 class Forked:
@@ -76,15 +73,17 @@ def start(
 @contextmanager
 def serving(checkpoint: Path, tmp_path: Path, *options: str, shell: str = "") -> Iterator[tuple[Any, int, list[str]]]:
     """Start a server; yield it with its port and what it said until it serves."""
-    port, lines = free_port(), []
+    lines = []
     stack = tmp_path / "stack.toml"
     stack.write_text('[cache]\nmemory = "4MiB"\n')
-    server = start(checkpoint, port, "--stack", str(stack), *options, shell=shell)
+    server = start(checkpoint, 0, "--stack", str(stack), *options, shell=shell)
     assert server.stderr is not None
     for line in server.stderr:
         lines.append(line)
         if line.startswith("serving "):
             break
+    port = urllib.parse.urlsplit(lines[-1].split()[-1]).port
+    assert port
     try:
         for _ in range(1000):
             with socket.socket() as probe:

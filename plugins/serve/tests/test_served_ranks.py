@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from kvframe_transformers.testing import save_tiny
 from plugins.serve.tests.on_served_ranks import BREAK, Client
 from tests.loading.fake_distributions import FakeSite, registers
 from tests.programs import run_program, start_program
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 ENDED = "the engine has ended, because one of its ranks failed"
@@ -118,8 +118,7 @@ def test_ranks_with_other_weights_are_refused(served: Mapping[str, Any]) -> None
 
 
 def test_torchrun_ends_when_a_step_fails_on_the_rank_that_serves(folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     log, broken = folder / "log", str(folder / "break")
     path = os.pathsep.join([str(folder / "site"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, BREAK: broken}
@@ -145,8 +144,8 @@ def test_torchrun_ends_when_a_step_fails_on_the_rank_that_serves(folder: Path) -
     assert [500, ENDED] == [found["whole"][0], json.loads(found["whole"][1])["error"]["message"]]
     assert found["health"] in (503, "closed")
     assert f"error: {ENDED}\n" in said
-    for rank in (0, 1):
-        assert re.search(rf"rank +: {rank} .*\n +exitcode +: 71 ", said), said
+    # torchrun ends the other ranks once it sees that one has failed, and lists those that it has seen.
+    assert {"71"} == set(re.findall(r"\n +rank +: \d .*\n +exitcode +: (-?\d+) ", said)), said
     assert len(said) < 64 << 10
     eventually(lambda: [] == commands_of(broken))
 

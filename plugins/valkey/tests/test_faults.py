@@ -16,7 +16,8 @@ from kvframe_valkey.link import ServerError
 from kvframe_valkey.store import ValkeyStore
 
 from kvframe.contract import OpenPageStore
-from tests.support.store_server import StoreServer, free_port
+from tests.support.ports import free_port
+from tests.support.store_server import StoreServer
 
 ORIGIN, KEY, OTHER = "0123456789abcdef" * 2, bytes(32), b"\x01" * 32
 LIMIT = 0.5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -17,23 +16,15 @@ from kvframe_zmq.wire import END
 from kvframe import CacheCleared, CacheLayout, FullAttentionSpec, KVCacheManager, group_layers, plan_cache
 from kvframe.contract import LayerSpec
 from kvframe.routing import EventBatch, PrefixIndex, from_plain, to_plain
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 SECRET = bytes(range(32))
 TOKENS = [*range(21)]
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
 def addresses() -> tuple[str, str]:
-    events, replay = free_ports(2)
-    return f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}"
+    return f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
 
 
 class Cache:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -29,6 +27,7 @@ from kvframe import (
 )
 from kvframe.contract import LayerSpec
 from kvframe.routing import to_plain
+from tests.support.ports import free_port
 
 SECRET, TOKENS = bytes(range(32)), [*range(100, 113)]
 Hash = int | bytes
@@ -162,13 +161,7 @@ def test_blocks_that_depend_on_an_input_are_left_out() -> None:
 
 
 def test_a_subscriber_of_vllm_reads_and_asks_as_it_does_of_vllm() -> None:
-    with ExitStack() as stack:
-        ports = []
-        for _ in range(2):
-            taken = stack.enter_context(socket.socket())
-            taken.bind(("127.0.0.1", 0))
-            ports.append(taken.getsockname()[1])
-    events, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
+    events, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     layers = [LayerSpec(name="layer", spec=FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4))]
     plan = plan_cache(group_layers(layers), memory_bytes=1 << 14, max_model_len=64, max_num_batched_tokens=64)
     manager = KVCacheManager(plan, max_num_seqs=1)

@@ -27,7 +27,13 @@ _KEYS_VARIABLE = "KVFRAME_API_KEYS"
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="The address to listen on; 0.0.0.0 for all addresses."
 )
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="The port to listen on; 0 for any free one.",
+)
 @click.option("--stack", "stack_file", type=click.Path(path_type=Path), metavar="FILE", help="The stack file (TOML).")
 @click.option(
     "--memory", metavar="SIZE", help="Memory for the KV cache, such as 2GiB, or auto. Default: as in the stack."
@@ -127,6 +133,7 @@ def serve(
     except BaseException:
         server.close()
         raise
+    port = listener.getsockname()[1]
     for name, value in server.describe().items():
         click.echo(f"{name + ':':<12} {value}", err=True)
     if not keys and not _is_local(listener):
