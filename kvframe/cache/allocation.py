@@ -1,9 +1,8 @@
-"""Block allocation: finds the blocks that rows lack or must not share, and allocates pages for all of them or none."""
+"""Block allocation: finds the blocks that rows lack, and allocates pages for all of them or none."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -15,59 +14,6 @@ from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import Counts, GroupKinds, RowNumbers, Rows, TableStack
 from kvframe.planning.answers import Answers
 from kvframe.planning.spec_check import num_moved_blocks
-
-PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]
-"""Copies pages within the pool, byte by byte: of a group, from some block ids to as many others. It may raise."""
-
-WrittenBlocks = dict[int, list[tuple[int, int, int]]]
-"""Per group, blocks that rows are about to write and other rows reference too: of each its row, index and page."""
-
-
-class SharedBlocks:
-    """The rows that may share a page which is not full: forks do, until one of them writes into it (copy on write).
-
-    Full blocks are never written again. Only the block of a request's next token can be shared and not full. The first
-    request that writes into it gets a copy; the last one that shares the block keeps the page.
-
-    Invariant: if a page is not full and several rows reference it, all of these rows, or all but one, are in ``rows``.
-    """
-
-    def __init__(self, kinds: GroupKinds, numbers: RowNumbers, pool: BlockPool, copier: PageCopier) -> None:
-        self._kinds, self._numbers, self._pool, self._copier = kinds, numbers, pool, copier
-        self.rows: set[int] = set()
-
-    def blocks_to_copy(self, rows: Rows) -> WrittenBlocks:
-        """Return the shared blocks that rows are about to write; the last row that references a page needs no copy."""
-        num_leaving: Counter[int] = Counter()
-        written_blocks: WrittenBlocks = {}
-        for row in rows.tolist():
-            for group in self._kinds.token_groups if row in self.rows else ():
-                block, num_written = divmod(self._numbers.num_computed.item(row), group.block_size)
-                if not num_written:
-                    continue
-                ids = self._kinds.tables[group.index].ids[row, block : block + 1]
-                page = int(ids[0])
-                if page and self._pool.reference_counts(ids)[0] - num_leaving[page] > 1:
-                    num_leaving[page] += 1
-                    written_blocks.setdefault(group.index, []).append((row, block, page))
-        return written_blocks
-
-    def copy(
-        self, written_blocks: WrittenBlocks, copies: Sequence[BlockIds], new_pages: BlockIds, counts: Sequence[int]
-    ) -> None:
-        """Copy shared pages to each group's ``copies``; if that fails, release ``new_pages``, those of all groups."""
-        try:
-            for (group, blocks), group_copies in zip(written_blocks.items(), copies, strict=True):
-                self._copier(group, [page for _, _, page in blocks], group_copies[0].tolist())
-        except BaseException:
-            self._pool.release_blocks(new_pages, np.repeat(np.arange(len(counts)), counts))
-            raise
-
-    def release_copied(self, written_blocks: WrittenBlocks, rows: Rows) -> None:
-        """Release the pages that were copied: these rows no longer share a block."""
-        for group, blocks in written_blocks.items():
-            self._pool.release_blocks(np.array([page for _, _, page in blocks], dtype=np.int32), group)
-        self.rows.difference_update(rows.tolist())
 
 
 @attrs.frozen(eq=False)
@@ -122,9 +68,8 @@ class BlockAllocator:
         numbers: RowNumbers,
         pool: BlockPool,
         row_pages: Sequence[BlockIds] | None,
-        shared_blocks: SharedBlocks | None,
     ) -> None:
-        self._kinds, self._numbers, self._pool, self._shared_blocks = kinds, numbers, pool, shared_blocks
+        self._kinds, self._numbers, self._pool = kinds, numbers, pool
         self._tables, self._max_tokens = kinds.tables, kinds.plan.max_model_len
         sparse = {group.index: group.answers for group in kinds.sparse}
 
@@ -194,7 +139,7 @@ class BlockAllocator:
     def allocate_for_row(self, row: int, num_tokens: int) -> bool:
         """Do what ``allocate_for_rows`` does for one row; if there is one part, in a third of the time."""
         part = self._lone
-        if part is None or (self._shared_blocks is not None and row in self._shared_blocks.rows):
+        if part is None:
             return self.allocate_for_rows(np.array([row]), np.array([num_tokens])) is not None
         numbers, need = self._numbers, -(-num_tokens // part.block_size)
         have = numbers.num_blocks.item(0, row)
@@ -232,12 +177,6 @@ class BlockAllocator:
             num_blocks.append(need)
         if self._kinds.input_groups:
             new_blocks += self._blocks_of_inputs(rows)
-        shared_blocks = self._shared_blocks
-        written_blocks = shared_blocks.blocks_to_copy(rows) if shared_blocks is not None and shared_blocks.rows else {}
-        first_shared = len(new_blocks)
-        for group, blocks in written_blocks.items():
-            rows_of, indices, _ = np.array(blocks).T
-            new_blocks.append(_NewBlocks(self._part_of[group], rows_of, indices))
         first_gaps = len(new_blocks)
         new_blocks += [self._blocks_in(index, int(rows[0]), group_blocks) for index, group_blocks in enumerate(gaps)]
 
@@ -250,8 +189,6 @@ class BlockAllocator:
             return None
         starts = [*accumulate(counts, initial=0)]
         pages = [part_blocks.take(starts, new_pages) for part_blocks in new_blocks]
-        if shared_blocks is not None and written_blocks:
-            shared_blocks.copy(written_blocks, pages[first_shared:first_gaps], new_pages, counts)
         for part_blocks, part_pages in zip(new_blocks, pages, strict=True):
             part_blocks.write(part_pages)
         for part, need in zip(self._parts, num_blocks, strict=True):
@@ -259,8 +196,6 @@ class BlockAllocator:
         for row in rows.tolist() if self._kinds.input_groups else ():
             for input_blocks in self._numbers.states[row].inputs:
                 self._numbers.num_blocks[input_blocks.group, row] = input_blocks.num_blocks
-        if shared_blocks is not None and shared_blocks.rows:
-            shared_blocks.release_copied(written_blocks, rows)
         self.note_capacity(rows)
         return [group_blocks[0] for group_blocks in pages[first_gaps:]]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvframe.cache.allocation import BlockAllocator, PageCopier, SharedBlocks
+from kvframe.cache.allocation import BlockAllocator
 from kvframe.cache.arguments import too_many_tokens
 from kvframe.cache.block_order import BlockIds, Groups, of_groups
 from kvframe.cache.block_pool import BlockPool
@@ -23,6 +23,9 @@ from kvframe.cache.prefix_lookup import PrefixHit
 from kvframe.cache.publisher import Publisher
 from kvframe.contract.errors import RequestError
 from kvframe.contract.foreign import safe_repr
+
+PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]
+"""Copies pages within the pool, byte by byte: of a group, from some block ids to as many others. It may raise."""
 
 TokenMover = Callable[[int, Sequence[Sequence[int]], Mapping[int, Sequence[int]]], None]
 """Moves the tokens that layers keep of a prompt: given its number of tokens, the block ids of its request by group,
@@ -41,20 +44,12 @@ class KVCacheCoordinator:
         blocks_moved: Per group, the pages that were filled with the tokens that rows kept of their prompts.
     """
 
-    def __init__(
-        self,
-        kinds: GroupKinds,
-        numbers: RowNumbers,
-        pool: BlockPool,
-        publisher: Publisher | None,
-        copier: PageCopier | None,
-    ) -> None:
-        """Start with every row free; nothing is published without a publisher, or forked without a copier."""
+    def __init__(self, kinds: GroupKinds, numbers: RowNumbers, pool: BlockPool, publisher: Publisher | None) -> None:
+        """Start with every row free; nothing is published without a publisher."""
         self._kinds, self._numbers, self._pool, self._publisher = kinds, numbers, pool, publisher
         self._tables, self._max_tokens = kinds.tables, kinds.plan.max_model_len
-        self._shared_blocks = None if copier is None else SharedBlocks(kinds, numbers, pool, copier)
         row_pages = None if publisher is None else publisher.row_pages
-        self.allocator = BlockAllocator(kinds, numbers, pool, row_pages, self._shared_blocks)
+        self.allocator = BlockAllocator(kinds, numbers, pool, row_pages)
         # The table stacks in which blocks die, by their number.
         self._dying: list[tuple[int, TableStack, DeathLists]] = []
         for s, stack in enumerate(kinds.stacks):
@@ -86,26 +81,46 @@ class KVCacheCoordinator:
             self.reference_blocks(row, group, pages)
         self.allocator.note_capacity(np.array([row]))
 
-    def fork_row(self, row: int, new_row: int, state: RowState) -> None:
-        """Begin a request in a free row with the computed tokens and inputs of another row, and reference its pages."""
-        assert self._shared_blocks is not None
-        num_computed = self._numbers.num_computed.item(row)
+    def fork_row(self, row: int, new_row: int, state: RowState, copier: PageCopier) -> bool:
+        """Begin a request in a free row with the computed tokens and inputs of another row.
+
+        Full blocks are never written again: their pages are shared. Of a block that is not full, the new row gets a
+        copy.
+
+        Returns:
+            False, and nothing changed, if the pool has too few pages for the copies.
+        """
+        numbers, num_computed = self._numbers, self._numbers.num_computed.item(row)
+        blocks, is_copied = [], [0] * len(self._tables)
+        for group in self._kinds.plan.groups:
+            index, count = group.index, numbers.num_blocks.item(group.index, row)
+            if not group.is_of_input:
+                # Blocks without a computed token stay the other row's own.
+                count = min(count, -(-num_computed // group.block_size))
+            ids = self._tables[index].ids[row, :count]
+            is_full = group.is_of_input or count * group.block_size <= num_computed
+            is_copied[index] = 0 if is_full or not ids[-1] else 1
+            blocks.append(ids.copy())
+        copies = self._pool.allocate_blocks(is_copied)
+        if copies is None:
+            return False
+        copied_groups = np.flatnonzero(is_copied)
+        try:
+            for group, page in zip(copied_groups.tolist(), copies.tolist(), strict=True):
+                copier(group, blocks[group][-1:].tolist(), [page])
+        except BaseException:
+            self._pool.release_blocks(copies, copied_groups)
+            raise
         self.begin_row(new_row, num_computed, state)
+        for index, ids in enumerate(blocks):
+            self.reference_blocks(new_row, index, ids[: len(ids) - is_copied[index]])
+        for group, page in zip(copied_groups.tolist(), copies.tolist(), strict=True):
+            self._tables[group].ids[new_row, numbers.num_blocks[group, new_row]] = page
+            numbers.num_blocks[group, new_row] += 1
         if self._publisher is not None:
             self._publisher.follow_fork(row, new_row)
-        is_shared = False
-        for group in self._kinds.plan.groups:
-            index, size, count = group.index, group.block_size, self._numbers.num_blocks.item(group.index, row)
-            # Blocks without a computed token stay the other row's own.
-            count = count if group.is_of_input else min(count, -(-num_computed // size))
-            ids = self._tables[index].ids[row, :count]
-            self.reference_blocks(new_row, index, ids)
-            if num_computed % size and count * size > num_computed and not group.is_of_input and ids[-1]:
-                is_shared = True
         self.allocator.note_capacity(np.array([new_row]))
-        if is_shared:
-            self._shared_blocks.rows |= {row, new_row}
-            self._numbers.capacity[[row, new_row]] = -1
+        return True
 
     def begin_row(self, row: int, num_computed: int, state: RowState) -> None:
         """Give a free row to a request with computed tokens; it may raise a ``SpecError`` before anything changes."""
@@ -189,7 +204,7 @@ class KVCacheCoordinator:
         """Check the tokens of one row, as ``check_commit`` does."""
         if 0 <= num_computed <= self._numbers.capacity.item(row):
             return
-        # The capacity of forks, of rows with inputs and in groups that store few blocks may be less than the slots.
+        # The capacity of rows with inputs and in groups that store few blocks may be less than the slots.
         counts = [
             self._numbers.num_blocks.item(group.index, row) * group.block_size for group in self._kinds.token_groups
         ]
@@ -311,8 +326,6 @@ class KVCacheCoordinator:
 
     def free_row(self, row: int) -> None:
         """Release every block of a row, its last block first, so that the first blocks of a prefix are evicted last."""
-        if self._shared_blocks is not None:
-            self._shared_blocks.rows.discard(row)
         if self._lone is not None:
             self._free_lone(self._lone, row)
             return

@@ -10,7 +10,6 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.allocation import PageCopier
 from kvframe.cache.arguments import (
     SECRET_BYTES,
     check_block_ids,
@@ -25,7 +24,7 @@ from kvframe.cache.arguments import (
 )
 from kvframe.cache.audit import audit_each_verb, audit_pool, audit_rows, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows, RowState
-from kvframe.cache.coordinator import KVCacheCoordinator, TableRows, TokenMover
+from kvframe.cache.coordinator import KVCacheCoordinator, PageCopier, TableRows, TokenMover
 from kvframe.cache.events import NO_INPUTS, EventLog, PageWatcher
 from kvframe.cache.hints import NO_HINTS, Hints, KeptLimit
 from kvframe.cache.host_pages import HostPages
@@ -133,13 +132,13 @@ class KVCacheManager:
         self._pool, self._publisher = self._cache.pool, self._cache.publisher
         self._pins = Pins(plan, self._pool)
         publisher = self._publisher if self.prefix_caching else None
-        self._coordinator = KVCacheCoordinator(kinds, numbers, self._pool, publisher, copier)
+        self._coordinator = KVCacheCoordinator(kinds, numbers, self._pool, publisher)
         self._input_groups = kinds.input_groups
         self._kinds = kinds
         self.host_tier = None if host_pages is None else HostTier(plan, host_pages, self._pool)
         self._entries: dict[str, Entry] = {}
         self._fresh: dict[int, Entry] = {}
-        self._can_fork, self._mover = copier is not None, mover
+        self._copier, self._mover = copier, mover
         self.tables.first_tokens = {group: np.zeros(max_num_seqs, dtype=np.int64) for group in kinds.budgets}
         self._rows = TableRows(max_num_seqs)
         self._num_resets = 0
@@ -203,21 +202,23 @@ class KVCacheManager:
             self._fresh[row] = entry
         return hit.num_tokens
 
-    def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> None:
-        """Add a request to the table that continues from another one, referencing the same pages.
+    def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> bool:
+        """Add a request to the table that continues from another one, referencing the pages of its full blocks.
 
-        A shared page that is not full is copied when one of the two requests is extended to write into it. If the first
-        request is already extended for a step, the new one must be extended before that step is computed. The new one
-        gets no block without a computed token.
+        The new one gets copies of pages that are not full, and no block without a computed token.
 
         Args:
             request_id: A request in the table; its inputs are computed.
             new_id: The new request's name, which no request in the table has (``duplicate_id``).
             token_ids: The tokens of the new request. They begin with the computed tokens of the first one.
 
+        Returns:
+            False if the pool has too few pages now.
+
         Raises:
             RequestError: An argument is wrong, the first one cannot be forked (``no_fork``), or no row is free
                 (``no_row``).
+            RuntimeError: A page could not be copied.
         """
         check_name(request_id)
         self._check_new(new_id)
@@ -226,16 +227,18 @@ class KVCacheManager:
         entry, why = self._entries.get(request_id), None
         if entry is None:
             why = "it is not in the table; start it"
-        elif not self._can_fork:
+        elif self._copier is None:
             why = "its manager has no copier for shared pages; make the manager with one"
         elif self.missing_inputs(request_id):
             why = "its inputs are not computed; commit its first tokens before"
-        if entry is None or why is not None:
+        if entry is None or self._copier is None or why is not None:
             raise RequestError(f"the request {request_id!r} cannot be forked: {why}", code="no_fork")
         new_entry = attrs.evolve(entry, token_ids=token_ids, row=row, uncounted=NO_HIT, asked_tokens=0)
-        self._coordinator.fork_row(entry.row, row, new_entry)
+        if not self._coordinator.fork_row(entry.row, row, new_entry, self._copier):
+            return False
         self._rows.take()
         self._entries[new_id] = new_entry
+        return True
 
     def _check_prompt(
         self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence], min_tokens: int = 1
@@ -289,7 +292,6 @@ class KVCacheManager:
 
         Raises:
             SpecError: A spec answers wrongly about these tokens.
-            RuntimeError: A page that it shares with a fork could not be copied.
         """
         row = self._entry(request_id).row
         if type(num_tokens) is not int or num_tokens < 0:

@@ -163,18 +163,6 @@ class Lives:
         if self.tally.num_operations % self.check_every == 0:
             self.manager.audit()
 
-    def has_pages(self, extend: Callable[[], bool]) -> bool:
-        """Return whether the pool has enough pages, and the pages that forks share could be copied."""
-        self.copies.broken = self.draw.randint(-16, MOST_GROUPS - 1)
-        self.copies.copied.clear()
-        try:
-            has_capacity = extend()
-            self.tally.pages_copied += len(self.copies.copied)
-            return has_capacity
-        except RuntimeError:
-            assert 0 <= self.copies.broken < len(self.plan.groups)
-            return False
-
     # --- what happens -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -232,7 +220,7 @@ class Lives:
         most_drafts = max(0, self.most_with_drafts - (target - life.computed))
         end = target + min(num_drafts, self.most_refused, MAX_LEN - target, most_drafts)
         before, verb = self.manager.block_ids(name), "lookahead" if end > target else "extend"
-        has_capacity = self.has_pages(lambda: self.manager.extend(name, end))
+        has_capacity = self.manager.extend(name, end)
         self.did(verb, not has_capacity)
         if not has_capacity:
             assert before == self.manager.block_ids(name)
@@ -276,7 +264,7 @@ class Lives:
         targets = [min(self.running[name].computed + most, len(self.running[name].tokens)) for name in names]
         rows = np.array([self.manager.row(name) for name in names], dtype=np.int64)
         before = {name: self.manager.block_ids(name) for name in names}
-        has_capacity = self.has_pages(lambda: self.manager.extend_rows(rows, np.array(targets, dtype=np.int64)))
+        has_capacity = self.manager.extend_rows(rows, np.array(targets, dtype=np.int64))
         self.did("extend rows", not has_capacity)
         blocks = {name: self.manager.block_ids(name) for name in names}
         if not has_capacity:
@@ -304,15 +292,33 @@ class Lives:
         self.num_started += 1
         fork = f"r{self.num_started}"
         tokens = life.tokens[: self.draw.choice([life.computed, len(life.tokens)])] or life.tokens[:1]
-        self.manager.fork(name, fork, tokens)
-        self.did("fork")
+        num_held = self.manager.num_held_pages
+        self.copies.broken = self.draw.randint(-16, MOST_GROUPS - 1)
+        self.copies.copied.clear()
+        try:
+            is_forked = self.manager.fork(name, fork, tokens)
+        except RuntimeError:
+            assert 0 <= self.copies.broken < len(self.plan.groups)
+            is_forked = False
+        self.did("fork", not is_forked)
+        if not is_forked:
+            assert num_held == self.manager.num_held_pages
+            return
+        self.tally.pages_copied += len(self.copies.copied)
         self.running[fork] = self.model.fork(life, tokens)
         for group, ids, others in zip(
             self.plan.groups, self.manager.block_ids(name), self.manager.block_ids(fork), strict=True
         ):
-            num_shared = len(ids) if group.is_of_input else -(-life.computed // group.block_size)
-            assert ids[:num_shared] == others
-            self.shared |= {(group.index, page) for page in others if page}
+            num_full = len(ids) if group.is_of_input else life.computed // group.block_size
+            assert ids[:num_full] == others[:num_full]
+            # Of a block that is not full, the fork has a copy.
+            copied = {(group.index, page) for page in others[num_full:] if page}
+            assert copied == {page for page in self.copies.copied if page[0] == group.index}
+            has_last = (
+                not group.is_of_input and life.computed % group.block_size > 0 and any(ids[num_full : num_full + 1])
+            )
+            assert has_last == bool(copied)
+            self.shared |= {(group.index, page) for page in others[:num_full] if page}
 
     def free(self) -> None:
         name = self.draw.choice(sorted(self.running))
@@ -441,7 +447,7 @@ class Lives:
         life, is_asked_again = self.running[name], self.extended_for.pop(name, set()) - {end}
         for group, was, now in zip(self.plan.groups, before, self.manager.block_ids(name), strict=True):
             new = {(group.index, page) for page in now if page and page not in was}
-            assert not (new - self.copies.copied) & self.model.bytes.keys(), "a page that was not free"
+            assert not new & self.model.bytes.keys(), "a page that was not free"
             if is_sparse(group) and not is_asked_again:
                 expected = self.needed(life, group.index, end)
                 assert expected == {block for block, page in enumerate(now) if page}

@@ -1,4 +1,4 @@
-"""Forks share all pages; of a page that is not full, each writer but the last gets a copy."""
+"""Forks share the pages of full blocks, and get copies of those that are not full."""
 
 from __future__ import annotations
 
@@ -42,52 +42,34 @@ class Forking:
 
     def fork(self, name: str, new: str, *tokens: int) -> None:
         self.tokens[new] = [*self.tokens[name], *tokens]
-        self.manager.fork(name, new, self.tokens[new])
+        assert self.manager.fork(name, new, self.tokens[new])
 
     def pages(self, name: str, group: int = 0) -> list[int]:
         return self.manager.block_ids(name)[group]
 
 
-def test_a_fork_holds_the_same_pages() -> None:
+def test_a_fork_holds_the_same_pages_of_full_blocks_and_a_copy_of_the_last() -> None:
     cache = Forking(full(), masked(2, window=5))
     cache.start("one", 10)
     cache.fork("one", "two")
-    assert cache.manager.block_ids("one") == cache.manager.block_ids("two")
-    assert len(set(cache.pages("one"))) + np.count_nonzero(cache.pages("one", 1)) == cache.manager.num_held_pages
+    one, two = cache.pages("one"), cache.pages("two")
+    assert one[:2] == two[:2]
+    assert [(0, one[2:], two[2:])] == cache.copies
+    assert cache.pages("one", 1) == cache.pages("two", 1)
+    assert len({*one, *two}) + np.count_nonzero(cache.pages("one", 1)) == cache.manager.num_held_pages
 
 
-def test_the_first_to_write_into_a_page_that_is_not_full_copies_it() -> None:
+def test_each_fork_writes_into_a_page_of_its_own() -> None:
     cache = Forking(full(), prefix_caching=False)
     cache.start("one", 10)
     cache.fork("one", "two", 3)
-    shared = cache.pages("one")
-    assert cache.manager.extend("two", 11)
-    assert [(0, shared[2:], cache.pages("two")[2:])] == cache.copies
-    assert shared[:2] == cache.pages("two")[:2]
-    assert shared == cache.pages("one")
-
-
-def test_the_last_one_that_shares_a_page_writes_into_it() -> None:
-    cache = Forking(full())
-    cache.start("one", 10)
-    cache.fork("one", "two", 3)
     cache.fork("one", "three", 4)
-    shared = cache.pages("one")
+    before = [cache.pages(name) for name in ("one", "two", "three")]
     rows = np.array([cache.manager.row(name) for name in ("one", "two", "three")])
     assert cache.manager.extend_rows(rows, np.array([11, 11, 11]))
-    pages = [cache.pages(name)[2] for name in ("one", "two", "three")]
-    assert [(0, [shared[2]] * 2, pages[:2])] == cache.copies
-    assert shared[2] == pages[2]
-    assert 3 == len(set(pages))
-
-
-def test_nothing_is_copied_for_who_is_alone_again() -> None:
-    cache = Forking(full())
-    cache.start("one", 10)
-    cache.fork("one", "two", 3)
-    cache.manager.free("one")
-    assert cache.compute("two", 11)
-    assert [] == cache.copies
+    assert before == [cache.pages(name) for name in ("one", "two", "three")]
+    assert 3 == len({pages[2] for pages in before})
+    assert 2 == len(cache.copies)
 
 
 def test_full_blocks_are_never_copied() -> None:
@@ -103,9 +85,7 @@ def test_a_state_that_is_overwritten_is_copied() -> None:
     cache = Forking(state(4))
     cache.start("one", 10)
     cache.fork("one", "two", 3)
-    shared = cache.pages("one")[2]
-    assert cache.compute("two", 11)
-    assert [(0, [shared], [cache.pages("two")[2]])] == cache.copies
+    assert [(0, [cache.pages("one")[2]], [cache.pages("two")[2]])] == cache.copies
 
 
 def test_inputs_are_shared_and_stay() -> None:
@@ -115,32 +95,35 @@ def test_inputs_are_shared_and_stay() -> None:
     assert cache.manager.block_ids("one")[1] == cache.manager.block_ids("two")[1]
 
 
-def test_without_room_for_the_copy_nothing_is_changed() -> None:
+def test_without_a_page_for_the_copy_nothing_is_changed() -> None:
     cache = Forking(full(), num_slabs=3)
     cache.start("one", 10)
-    cache.fork("one", "two", 3)
     before = cache.pages("one")
-    assert not cache.compute("two", 11)
-    assert not cache.compute("one", 11)
-    assert (before, before, []) == (cache.pages("one"), cache.pages("two"), cache.copies)
+    assert not cache.manager.fork("one", "two", [7] * 10)
+    assert (before, 3, []) == (cache.pages("one"), cache.manager.num_held_pages, cache.copies)
     cache.manager.free("one")
-    assert cache.compute("two", 11)
+    cache.start("two", 9)
 
 
-def test_a_copy_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Forking(full())
-    cache.start("one", 10)
-    cache.fork("one", "two", 3)
-    before, held = cache.pages("one"), cache.manager.num_held_pages
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_copy_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch, prefix_caching: bool) -> None:
+    cache = Forking(full(), state(2), full(2), prefix_caching=prefix_caching)
+    cache.start("one", 11)
+    before, held = cache.manager.block_ids("one"), cache.manager.num_held_pages
 
     class Broken(list[object]):
-        def append(self, _: object) -> None:
-            raise RuntimeError("out of memory")
+        def append(self, copy: object) -> None:
+            super().append(copy)
+            if len(self) == 2:
+                raise RuntimeError("out of memory")
 
     monkeypatch.setattr(cache, "copies", Broken())
     with pytest.raises(RuntimeError, match="out of memory"):
-        cache.manager.extend("two", 14)
-    assert (before, before, held) == (cache.pages("one"), cache.pages("two"), cache.manager.num_held_pages)
+        cache.manager.fork("one", "two", [7] * 14)
+    assert (before, held) == (cache.manager.block_ids("one"), cache.manager.num_held_pages)
+    monkeypatch.undo()
+    cache.fork("one", "two", 3)
+    assert 3 == len(cache.copies)
 
 
 def test_what_was_made_room_for_stays_with_the_first() -> None:

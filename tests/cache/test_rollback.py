@@ -264,14 +264,14 @@ def test_no_page_of_rollback_states_is_ever_found_and_no_hit_needs_one() -> None
     assert [1, 0, 5] == [np.count_nonzero(pages) for pages in manager.pin(tokens).blocks]
 
 
-def test_requests_that_share_a_block_that_is_not_full_copy_both_pages() -> None:
+def test_a_fork_gets_copies_of_both_pages_of_a_block_that_is_not_full() -> None:
     manager, tokens = make_manager(mamba(2, block_size=4)), list(range(40))
     manager.start("a", tokens)
     compute(manager, "a", tokens, (6, 6))
     pages = [ids[1] for ids in manager.block_ids("a")]
-    manager.fork("a", "b", [*tokens[:6], 90, 91])
-    compute(manager, "b", [*tokens[:6], 90, 91], (7, 7))
+    assert manager.fork("a", "b", [*tokens[:6], 90, 91])
     assert [(0, pages[0]), (1, pages[1])] == manager.copied  # type: ignore[attr-defined]
+    compute(manager, "b", [*tokens[:6], 90, 91], (7, 7))
     compute(manager, "a", tokens, (7, 7))
     assert pages == [ids[1] for ids in manager.block_ids("a")]
 

@@ -178,9 +178,9 @@ def test_each_request_reads_what_it_kept_and_what_followed(specs: list[KVCacheSp
             life = world.lives[name]
             if life.num_computed:
                 tokens = life.tokens[: max(life.num_computed, life.num_prompt)] + [source.randint(0, 9)] * 3
-                world.manager.fork(name, f"r{number}", tokens)
-                copies = {group: list(content) for group, content in life.content.items()}
-                world.lives[f"r{number}"] = attrs.evolve(life, tokens=tokens, content=copies)
+                if world.manager.fork(name, f"r{number}", tokens):
+                    copies = {group: list(content) for group, content in life.content.items()}
+                    world.lives[f"r{number}"] = attrs.evolve(life, tokens=tokens, content=copies)
         elif verb == "free" and world.lives:
             name = source.choice(list(world.lives))
             world.manager.free(name)

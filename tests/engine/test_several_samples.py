@@ -183,7 +183,7 @@ def test_a_copy_that_fails_costs_a_computation(
         def fail(*_: Any) -> None:
             raise error
 
-        monkeypatch.setattr(manager_of(engine)._coordinator._shared_blocks, "_copier", fail)
+        monkeypatch.setattr(manager_of(engine), "_copier", fail)
         assert tokens == expected(engine)
         assert 0 == held_pages(engine)
 
@@ -196,7 +196,7 @@ def test_a_copy_that_breaks_leaves_nothing_behind(llama: TinyModel, monkeypatch:
             monkeypatch.undo()
             raise ValueError("no such page")
 
-        monkeypatch.setattr(manager_of(engine)._coordinator._shared_blocks, "_copier", fail)
+        monkeypatch.setattr(manager_of(engine), "_copier", fail)
         engine.add_request(PROMPT, PARAMS)
         ended: dict[int, RequestOutput] = {}
         while engine.has_unfinished:

@@ -108,7 +108,7 @@ class Drafting:
 
     def fork(self, name: str, new_name: str) -> None:
         """Fork a request, which continues with the same tokens and other drafts."""
-        self.manager.fork(name, new_name, self.truth[name])
+        assert self.manager.fork(name, new_name, self.truth[name])
         for each in (self.truth, self.done, self.plain):
             each[new_name] = each[name]  # type: ignore[assignment]
 

@@ -278,8 +278,8 @@ class _Requests:
         name = self.draw.choice(sorted(self.running))
         request, fork = self.running[name], f"r{self.verbs.total()}"
         tokens = list(request.tokens[: request.computed]) or request.tokens[:1]
-        self.manager.fork(name, fork, tokens)
-        self.running[fork] = attrs.evolve(request, tokens=tokens)
+        if self.manager.fork(name, fork, tokens):
+            self.running[fork] = attrs.evolve(request, tokens=tokens)
         self.verbs["fork"] += 1
 
     def free(self) -> None:

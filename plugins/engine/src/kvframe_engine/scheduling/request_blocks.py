@@ -34,8 +34,12 @@ class RequestCache(Protocol):
     def found_prefix(self, request_id: str) -> FoundPrefix:
         """Return what a started request's lookup found, and why it was not more."""
 
-    def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> None:
-        """Add a request that continues from another request's computed tokens."""
+    def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> bool:
+        """Add a request that continues from another's computed tokens; return False, unchanged, if blocks are too few.
+
+        Raises:
+            RuntimeError: A page could not be copied for it; nothing changed.
+        """
 
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs whose state the next step has to compute."""
@@ -44,11 +48,7 @@ class RequestCache(Protocol):
         """Return whether there are enough free blocks for a request's first ``num_tokens`` tokens; change nothing."""
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
-        """Allocate blocks for tokens ``[0, num_tokens)``; return False, and change nothing, if there are too few.
-
-        Raises:
-            RuntimeError: A shared page could not be copied for the request; nothing changed.
-        """
+        """Allocate blocks for tokens ``[0, num_tokens)``; return False, and change nothing, if there are too few."""
 
     def extend_rows(self, rows: IntArray, num_tokens: IntArray) -> bool:
         """Allocate blocks for the first tokens of several requests, by row; return False, unchanged, if too few."""
@@ -125,12 +125,13 @@ class RequestBlocks(Generic[RequestT]):
 
     def _fork(self, request: RequestT, other: RequestProgress) -> int:
         """Start a request from the computed tokens of another one that pauses; one step computes the known rest."""
-        self._cache.fork(other.request_id, request.request_id, request.token_ids)
         try:
-            if not self._ask(self._cache.extend, request, len(request.token_ids)):
-                self.release(request)
+            if not self._cache.fork(other.request_id, request.request_id, request.token_ids):
                 return 0
         except (RuntimeError, MemoryError):
+            return 0
+        if not self._ask(self._cache.extend, request, len(request.token_ids)):
+            self.release(request)
             return 0
         request.fork(other)
         request.row = self._cache.row(request.request_id)

@@ -465,7 +465,7 @@ class Scheduler(Generic[RequestT]):
         except AssertionError:
             raise
         except BaseException:
-            pass  # a copy failed, or a spec is wrong; allocating one by one finds the request
+            pass  # a spec is wrong; allocating one by one finds the request
         # There are too few blocks for all: requests that were admitted early take blocks from those admitted late.
         if self.waiting.ranks_running:
             self._rank()
@@ -500,7 +500,7 @@ class Scheduler(Generic[RequestT]):
                 if get():
                     return True
             except (RuntimeError, MemoryError):
-                # A shared page could not be copied for it, so the request is recomputed.
+                # What it keeps of its prompt could not be copied, so the request is recomputed.
                 self._blocks.release(request)
                 self._let_wait(request)
                 return False
