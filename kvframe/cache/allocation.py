@@ -140,7 +140,7 @@ class BlockAllocator:
         """Do what ``allocate_for_rows`` does for one row; if there is one part, in a third of the time."""
         part = self._lone
         if part is None:
-            return self.allocate_for_rows(np.array([row]), np.array([num_tokens])) is not None
+            return self.allocate_for_rows(np.array([row]), np.array([num_tokens]))
         numbers, need = self._numbers, -(-num_tokens // part.block_size)
         have = numbers.num_blocks.item(0, row)
         pages = self._pool.allocate_blocks([need - have] * len(numbers.num_blocks))
@@ -155,13 +155,10 @@ class BlockAllocator:
         numbers.capacity[row] = covered if covered < self._max_tokens else self._max_tokens
         return True
 
-    def allocate_for_rows(
-        self, rows: Rows, num_tokens: Counts, gaps: Sequence[Sequence[int]] = ()
-    ) -> list[BlockIds] | None:
-        """Allocate the pages that several rows lack for their first ``num_tokens`` tokens and their inputs, or none.
+    def allocate_for_rows(self, rows: Rows, num_tokens: Counts) -> bool:
+        """Allocate the pages that several rows lack for their first ``num_tokens`` tokens and their inputs.
 
-        Of a single row, ``gaps`` are per group the indices of blocks that it has and that have no page. Return the
-        pages of the gaps, per group; None, and nothing changed, if the pool has too few pages.
+        Return False, and nothing changed, if the pool has too few pages.
         """
         for answers in self._kinds.asked_answers:
             answers.check(int(np.maximum.reduce(num_tokens)))
@@ -172,32 +169,38 @@ class BlockAllocator:
             if part.answers is None:
                 new_blocks.append(self._dense_blocks(part, rows, have, need))
             else:
-                group_gaps = gaps[part.groups.start] if gaps else ()
-                new_blocks.append(self._sparse_blocks(part, part.answers, rows, num_tokens, need, group_gaps))
+                new_blocks.append(self._sparse_blocks(part, part.answers, rows, num_tokens, need))
             num_blocks.append(need)
         if self._kinds.input_groups:
             new_blocks += self._blocks_of_inputs(rows)
-        first_gaps = len(new_blocks)
-        new_blocks += [self._blocks_in(index, int(rows[0]), group_blocks) for index, group_blocks in enumerate(gaps)]
-
         counts = [0] * len(self._tables)
         for part_blocks in new_blocks:
             groups = part_blocks.part.groups
             counts[groups] = [count + len(part_blocks.blocks) for count in counts[groups]]
         new_pages = self._pool.allocate_blocks(counts)
         if new_pages is None:
-            return None
+            return False
         starts = [*accumulate(counts, initial=0)]
-        pages = [part_blocks.take(starts, new_pages) for part_blocks in new_blocks]
-        for part_blocks, part_pages in zip(new_blocks, pages, strict=True):
-            part_blocks.write(part_pages)
+        for part_blocks in new_blocks:
+            part_blocks.write(part_blocks.take(starts, new_pages))
         for part, need in zip(self._parts, num_blocks, strict=True):
             part.num_blocks[:, rows] = need
         for row in rows.tolist() if self._kinds.input_groups else ():
             for input_blocks in self._numbers.states[row].inputs:
                 self._numbers.num_blocks[input_blocks.group, row] = input_blocks.num_blocks
         self.note_capacity(rows)
-        return [group_blocks[0] for group_blocks in pages[first_gaps:]]
+        return True
+
+    def allocate_blocks(self, row: int, blocks: Sequence[Counts]) -> list[BlockIds] | None:
+        """Allocate pages for some blocks of a row, given per group by their indices; None if the pool has too few."""
+        counts = [len(indices) for indices in blocks]
+        new_pages = self._pool.allocate_blocks(counts)
+        if new_pages is None:
+            return None
+        pages = np.split(new_pages, np.cumsum(counts)[:-1])
+        for group, (indices, ids) in enumerate(zip(blocks, pages, strict=True)):
+            _NewBlocks(self._part_of[group], np.full(len(indices), row), indices).write(ids[None])
+        return pages
 
     def _dense_blocks(self, part: _Part, rows: Rows, have: Counts, need: Counts) -> _NewBlocks:
         """Return the blocks that rows lack in groups that store every block: those from ``have`` to ``need``."""
@@ -210,10 +213,8 @@ class BlockAllocator:
         blocks = np.arange(num_lacking.sum()) - (num_lacking.cumsum() - num_lacking - have).repeat(num_lacking)
         return _NewBlocks(part, rows.repeat(num_lacking), blocks)
 
-    def _sparse_blocks(
-        self, part: _Part, answers: Answers, rows: Rows, num_tokens: Counts, need: Counts, gaps: Sequence[int]
-    ) -> _NewBlocks:
-        """Return the blocks that rows lack in a group that stores few blocks, but not the gaps."""
+    def _sparse_blocks(self, part: _Part, answers: Answers, rows: Rows, num_tokens: Counts, need: Counts) -> _NewBlocks:
+        """Return the blocks that rows lack in a group that stores few blocks."""
         ids, size, num_computed = part.ids[0], part.block_size, self._numbers.num_computed[rows]
         first_block, last_block = num_computed // size, need - 1
         # While the tokens stay within a block that has a page, the row lacks nothing.
@@ -234,7 +235,7 @@ class BlockAllocator:
                 ranges = answers.stored_blocks(start, stop - start, branch)
                 stored_blocks = chain.from_iterable(range(*block_range) for block_range in ranges)
             for block in stored_blocks:
-                if not ids[row, block] and block not in gaps:
+                if not ids[row, block]:
                     lacking_rows.append(row)
                     lacking_blocks.append(block)
         return _NewBlocks(part, np.array(lacking_rows, dtype=np.int64), np.array(lacking_blocks, dtype=np.int64))
@@ -249,16 +250,11 @@ class BlockAllocator:
 
     def _blocks_of_inputs(self, rows: Rows) -> list[_NewBlocks]:
         """Return the blocks of rows' inputs that are not computed."""
-        states = ((row, self._numbers.states[row]) for row in rows.tolist())
-        return [
-            self._blocks_in(
-                blocks.group, row, range(self._numbers.num_blocks.item(blocks.group, row), blocks.num_blocks)
-            )
-            for row, state in states
-            for blocks in state.inputs
-            if blocks.sequence in state.missing_inputs
-        ]
-
-    def _blocks_in(self, group: int, row: int, blocks: Iterable[int]) -> _NewBlocks:
-        indices = np.fromiter(blocks, dtype=np.int64)
-        return _NewBlocks(self._part_of[group], np.full(len(indices), row), indices)
+        new_blocks = []
+        for row in rows.tolist():
+            state = self._numbers.states[row]
+            for blocks in state.inputs:
+                if blocks.sequence in state.missing_inputs:
+                    indices = np.arange(self._numbers.num_blocks.item(blocks.group, row), blocks.num_blocks)
+                    new_blocks.append(_NewBlocks(self._part_of[blocks.group], np.full(len(indices), row), indices))
+        return new_blocks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -109,32 +109,6 @@ def check_block_ids(block_ids: Any, num_ids: int) -> npt.NDArray[np.int32]:
     if not is_right or (array < 0).any() or (array >= num_ids).any():
         raise RequestError(f"block ids must be whole numbers from 0 to {num_ids - 1}", code="bad_blocks")
     return array.astype(np.int32)
-
-
-def check_copies(copies: Any, is_needed: Sequence[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.int64]]:
-    """Return the indices of the copies of a prefix's blocks, an array per group; refuse wrong ones (``bad_copies``).
-
-    An index is 0 for a block without a copy.
-    ``is_needed`` says per group, ``[num_blocks], bool, host``, which blocks need a copy.
-    """
-    try:
-        if not all(isinstance(copy, int) for group_indices in copies for copy in group_indices):
-            raise TypeError
-        indices = [np.array(group_indices, dtype=np.int64) for group_indices in copies]
-        is_right = all(
-            (group_indices >= 0).all() and group_indices[mask].all()
-            for group_indices, mask in zip(indices, is_needed, strict=True)
-        )
-    except (TypeError, ValueError, IndexError, OverflowError):
-        is_right = False
-    if not is_right:
-        num_blocks = ", ".join(str(len(mask)) for mask in is_needed)
-        raise RequestError(
-            f"the copies {safe_repr(copies)} are refused: give a list for each group, of {num_blocks} whole numbers, "
-            "one for each block, from 1 on for the blocks that a request needs to continue",
-            code="bad_copies",
-        )
-    return indices
 
 
 def too_many_tokens(num_tokens: int, max_tokens: int) -> RequestError:

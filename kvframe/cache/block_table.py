@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -176,6 +176,21 @@ class GroupKinds:
             asked_answers=tuple(answers for key, answers in answers_of.items() if not live[key].is_by_mask),
             is_plain=not sparse and not input_groups,
         )
+
+    def needed_blocks(self, num_tokens: int, inputs: Iterable[InputBlocks]) -> list[npt.NDArray[np.bool_]]:
+        """Return per group ``[num_blocks], bool, host``: the blocks that a request needs to continue after a prefix.
+
+        Of inputs, it needs all blocks.
+        """
+        needed_blocks = []
+        for group in self.plan.groups:
+            is_needed = np.zeros(0 if group.is_of_input else num_tokens // group.block_size, dtype=np.bool_)
+            for start, stop in group.answers.live_blocks(num_tokens) if len(is_needed) else ():
+                is_needed[start:stop] = True
+            needed_blocks.append(is_needed)
+        for blocks in inputs:
+            needed_blocks[blocks.group] = np.ones(blocks.num_blocks, dtype=np.bool_)
+        return needed_blocks
 
 
 @attrs.define(eq=False)

@@ -71,7 +71,7 @@ class KVCacheCoordinator:
         if self._kinds.is_plain and not hit.num_tokens:
             self._numbers.states[row] = state
             return
-        needed_pages = [hit.needed_pages(group) for group in self._kinds.plan.groups]
+        needed_pages = hit.needed_pages(self._kinds)
         state.branch = hit.branch
         state.missing_inputs = frozenset(
             blocks.sequence for blocks in state.inputs if blocks.sequence not in hit.inputs
@@ -106,17 +106,17 @@ class KVCacheCoordinator:
             return False
         copied_groups = np.flatnonzero(is_copied)
         try:
-            for group, page in zip(copied_groups.tolist(), copies.tolist(), strict=True):
-                copier(group, blocks[group][-1:].tolist(), [page])
+            for index, page in zip(copied_groups.tolist(), copies.tolist(), strict=True):
+                copier(index, blocks[index][-1:].tolist(), [page])
         except BaseException:
             self._pool.release_blocks(copies, copied_groups)
             raise
         self.begin_row(new_row, num_computed, state)
         for index, ids in enumerate(blocks):
             self.reference_blocks(new_row, index, ids[: len(ids) - is_copied[index]])
-        for group, page in zip(copied_groups.tolist(), copies.tolist(), strict=True):
-            self._tables[group].ids[new_row, numbers.num_blocks[group, new_row]] = page
-            numbers.num_blocks[group, new_row] += 1
+        for index, page in zip(copied_groups.tolist(), copies.tolist(), strict=True):
+            self._tables[index].ids[new_row, numbers.num_blocks[index, new_row]] = page
+            numbers.num_blocks[index, new_row] += 1
         if self._publisher is not None:
             self._publisher.follow_fork(row, new_row)
         self.allocator.note_capacity(np.array([new_row]))
@@ -164,7 +164,7 @@ class KVCacheCoordinator:
             raise too_many_tokens(int(num_tokens.max()), self._max_tokens)
         if len(rows) == 1:
             return self.allocator.allocate_for_row(int(rows[0]), int(num_tokens[0]))
-        return self.allocator.allocate_for_rows(rows, num_tokens) is not None
+        return self.allocator.allocate_for_rows(rows, num_tokens)
 
     def commit_row(self, row: int, num_computed: int) -> None:
         """Record that a row's tokens ``[0, num_computed)`` are computed; publish full blocks, release dead ones."""

@@ -358,13 +358,17 @@ def prefix_key(
     return PrefixHash(secret, salt, inputs_root(inputs)).add_tokens(np.fromiter(token_ids, dtype=np.uint32))
 
 
-def prefix_keys(secret: bytes, namespace: Namespace, token_ids: Sequence[int], ends: Sequence[int]) -> dict[int, bytes]:
-    """Return the keys of a request's prefixes, by their numbers of tokens, which are sorted."""
+def block_keys(
+    secret: bytes, namespace: Namespace, token_ids: Sequence[int], max_tokens: int, block_sizes: Iterable[int]
+) -> dict[int, list[bytes]]:
+    """Return by block size the keys of the whole blocks in a request's first ``max_tokens`` tokens."""
+    ends_of = {size: range(size, max_tokens + 1, size) for size in block_sizes}
+    ends = sorted({end for size_ends in ends_of.values() for end in size_ends})
     prefix, keys = PrefixHash(secret, *namespace), {}
     numbers = np.frombuffer(as_bytes(token_ids, 0, ends[-1]) if ends else b"", dtype=np.uint32)
     for end in ends:
         keys[end] = prefix.add_tokens(numbers[prefix.num_tokens : end])
-    return keys
+    return {size: [keys[end] for end in size_ends] for size, size_ends in ends_of.items()}
 
 
 def content_key(secret: bytes, content: bytes) -> bytes:
@@ -382,3 +386,9 @@ def input_key(secret: bytes, blocks: InputBlocks, num_tokens: int) -> bytes:
     numbers = (number.to_bytes(8, "little") for number in (blocks.num_tokens, num_tokens))
     message = joined(blocks.salt.encode(), blocks.sequence.encode(), blocks.key, *numbers)
     return blake2b(message, digest_size=KEY_BYTES, key=secret, person=INPUT).digest()
+
+
+def input_keys(secret: bytes, blocks: InputBlocks, block_size: int) -> list[bytes]:
+    """Return the keys of all blocks of an input."""
+    ends = (min(end, blocks.num_tokens) for end in range(block_size, blocks.num_tokens + block_size, block_size))
+    return [input_key(secret, blocks, end) for end in ends]

@@ -25,7 +25,7 @@ from kvframe.cache.arguments import (
 from kvframe.cache.audit import audit_each_verb, audit_pool, audit_rows, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows, RowState
 from kvframe.cache.coordinator import KVCacheCoordinator, PageCopier, TableRows, TokenMover
-from kvframe.cache.events import NO_INPUTS, EventLog, PageWatcher
+from kvframe.cache.events import NO_INPUTS, EventLog, PageWatcher, block_keys, input_keys
 from kvframe.cache.hints import NO_HINTS, Hints, KeptLimit
 from kvframe.cache.host_pages import HostPages
 from kvframe.cache.host_tier import HostTier
@@ -34,7 +34,7 @@ from kvframe.cache.layout import CacheLayout
 from kvframe.cache.prefix_lookup import NO_HIT, Pin, Pins, PrefixCache, PrefixHit, found_prefix
 from kvframe.cache.restore import FetchPages, restore_prefix
 from kvframe.cache.stats import FoundPrefix, GroupLookups, KVCacheStats
-from kvframe.cache.stored_prefix import PrefixBlocks, block_keys, prefix_blocks
+from kvframe.cache.stored_prefix import PrefixBlocks
 from kvframe.contract.errors import RequestError
 from kvframe.contract.eviction import LRU, EvictionPolicy
 from kvframe.contract.foreign import safe_repr
@@ -130,7 +130,7 @@ class KVCacheManager:
         kinds = GroupKinds.of(plan, self.tables)
         self._cache = PrefixCache(kinds, numbers, is_caching=self.prefix_caching, eviction=eviction)
         self._pool, self._publisher = self._cache.pool, self._cache.publisher
-        self._pins = Pins(plan, self._pool)
+        self._pins = Pins(kinds, self._pool)
         publisher = self._publisher if self.prefix_caching else None
         self._coordinator = KVCacheCoordinator(kinds, numbers, self._pool, publisher)
         self._input_groups = kinds.input_groups
@@ -189,9 +189,7 @@ class KVCacheManager:
         entry = Entry(namespace, token_ids, blocks_of_inputs, row=row, num_resets=self._num_resets)
         hit = NO_HIT
         if self.prefix_caching and use_prefix:
-            # What other requests computed after their prompts' ends is no state of a request that gave up tokens.
-            num_known = num_prompt_tokens if num_prompt_tokens and self.tables.first_tokens else len(token_ids)
-            max_tokens = min(num_known, len(token_ids)) - 1
+            max_tokens = self._longest_hit(token_ids, num_prompt_tokens)
             hit = self._cache.find_prefix(namespace, token_ids, max_tokens, blocks_of_inputs)
             entry.uncounted, entry.asked_tokens = hit, len(token_ids)
         self._coordinator.start_row(row, entry, hit)
@@ -250,6 +248,12 @@ class KVCacheManager:
             return (salt, b""), ()
         check_inputs(inputs, self.plan.max_input_lens)
         return (salt, inputs_root(inputs)), input_blocks(self._input_groups, inputs, salt)
+
+    def _longest_hit(self, token_ids: Sequence[int], num_prompt_tokens: int | None) -> int:
+        """Return the tokens of the longest hit that a request may have."""
+        # What other requests computed after their prompts' ends is no state of a request that gave up tokens.
+        num_known = num_prompt_tokens if num_prompt_tokens and self.tables.first_tokens else len(token_ids)
+        return min(num_known, len(token_ids)) - 1
 
     def _check_new(self, request_id: str) -> None:
         """Refuse the name of a new request if another request has it."""
@@ -355,8 +359,8 @@ class KVCacheManager:
         """Count a request's lookup, and publish its inputs, when its first tokens are computed."""
         self._cache.count_hit(entry.uncounted, entry.asked_tokens, self._lookups)
         if self._pool.eviction is not LRU:
-            for group in self.plan.groups:
-                self._pool.count_uses(entry.uncounted.needed_pages(group))
+            for pages in entry.uncounted.needed_pages(self._kinds):
+                self._pool.count_uses(pages)
         entry.uncounted, entry.asked_tokens = NO_HIT, 0
         if self._input_groups and entry.num_resets == self._num_resets:
             for blocks in entry.inputs:
@@ -499,7 +503,6 @@ class KVCacheManager:
     def restore(
         self,
         token_ids: Sequence[int],
-        copies: list[list[int]],
         fetch: FetchPages,
         *,
         salt: str = "",
@@ -512,8 +515,8 @@ class KVCacheManager:
 
         Args:
             token_ids: Its tokens, whole blocks in every group.
-            copies: Per group, by block index, the places of the pages that ``pin`` would hold, from 1 on; 0 for none.
-            fetch: Copies pages.
+            fetch: Copies pages: it is called with a group, the indices of blocks that ``pin`` would hold and that are
+                not cached, and as many block ids to copy them to.
             salt: As in every verb.
             inputs: As in every verb.
 
@@ -521,16 +524,13 @@ class KVCacheManager:
             None if the pool has too few pages now.
 
         Raises:
-            RequestError: No row is free (``no_row``), or the copies are not those that ``pin`` would hold
-                (``bad_copies``).
-            Exception: What ``fetch`` raises.
+            RequestError: No row is free (``no_row``).
+            Exception: What ``fetch`` raises; nothing changed.
         """
         row = self._rows.next_free()
         namespace, blocks_of_inputs = self._check_prompt(token_ids, salt, inputs, min_tokens=0)
         state = RowState(namespace, token_ids, blocks_of_inputs)
-        if not restore_prefix(
-            self._kinds, self._coordinator, self._cache, row, state, copies, fetch, is_caching=self.prefix_caching
-        ):
+        if self.prefix_caching and not restore_prefix(self._kinds, self._coordinator, self._cache, row, state, fetch):
             return None
         return self.pin(token_ids, salt=salt, inputs=inputs, checks_capacity=False)
 
@@ -627,14 +627,24 @@ class KVCacheManager:
         """
         check_secret(secret)
         namespace, blocks_of_inputs = self._check_prompt(token_ids, salt, inputs)
-        num_known = num_prompt_tokens if num_prompt_tokens and self.tables.first_tokens else len(token_ids)
-        max_tokens = min(num_known, len(token_ids)) - 1
+        max_tokens = self._longest_hit(token_ids, num_prompt_tokens)
         hit = self._cache.find_prefix(namespace, token_ids, max_tokens, blocks_of_inputs)
-        if known is not None:
-            keys = known.keys
-        else:
-            keys = block_keys(self._kinds, secret, namespace, token_ids, max_tokens, blocks_of_inputs)
-        return prefix_blocks(self._cache, self._kinds, hit, keys, max_tokens, blocks_of_inputs)
+        if known is None:
+            sizes = {group.block_size for group in self._kinds.token_groups}
+            keys_of = block_keys(secret, namespace, token_ids, max_tokens, sizes)
+            keys = [[] if group.is_of_input else keys_of[group.block_size] for group in self.plan.groups]
+            for blocks in blocks_of_inputs:
+                keys[blocks.group] = input_keys(secret, blocks, self.tables[blocks.group].block_size)
+        pages = self._cache.pages_of(hit.match, max_tokens, blocks_of_inputs)
+        return PrefixBlocks(
+            keys=keys if known is None else known.keys,
+            cached=[group_pages != 0 for group_pages in pages],
+            num_cached=hit.num_tokens,
+            lacks_inputs=any(blocks.sequence not in hit.inputs for blocks in blocks_of_inputs),
+            most=max_tokens,
+            inputs=blocks_of_inputs,
+            kinds=self._kinds,
+        )
 
     check_salt = staticmethod(check_salt)
 

@@ -23,7 +23,7 @@ from kvframe.cache.stats import FoundPrefix, GroupLookups
 from kvframe.contract.errors import RequestError
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.specs import KVCacheSpec
-from kvframe.planning.plan import KVCachePlan, PlannedGroup
+from kvframe.planning.plan import KVCachePlan
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
@@ -57,15 +57,14 @@ class PrefixHit:
     limiting: Sequence[int] = ()
     input_lookups: Sequence[tuple[int, GroupLookups]] = ()
 
-    def needed_pages(self, group: PlannedGroup) -> Pages:
-        """Return ``[num_blocks], int32``: the pages that a request with this hit references, 0 for none."""
-        if group.is_of_input:
-            input_pages: Pages = self.inputs.get(group.spec.sequence, {}).get(group.index, np.zeros(0, dtype=np.int32))
-            return input_pages.copy()
-        pages = np.zeros(self.num_tokens // group.block_size, dtype=np.int32)
-        for start, stop in group.answers.live_blocks(self.num_tokens) if self.num_tokens else ():
-            stack, index = self.stack_indices[group.index]
-            pages[start:stop] = self.stacks[stack][index, start:stop]
+    def needed_pages(self, kinds: GroupKinds) -> list[Pages]:
+        """Return per group ``[num_blocks], int32``: the pages that a request with this hit references, 0 for none."""
+        pages = [is_needed.astype(np.int32) for is_needed in kinds.needed_blocks(self.num_tokens, ())]
+        for group, (stack, index) in self.stack_indices.items():
+            pages[group] *= self.stacks[stack][index, : len(pages[group])]
+        for input_pages in self.inputs.values():
+            for group, group_pages in input_pages.items():
+                pages[group] = group_pages.copy()
         return pages
 
 
@@ -157,6 +156,17 @@ class PrefixCache:
             limiting=limiting,
             input_lookups=input_lookups,
         )
+
+    def pages_of(self, match: Match, num_tokens: int, inputs: Iterable[InputBlocks]) -> list[Pages]:
+        """Return per group ``[num_blocks], int32``: the pages of a match's first tokens and of inputs, 0 for none."""
+        pages = [np.zeros(0, dtype=np.int32) for _ in self._kinds]
+        stacks = self.tree.pages_of(match, num_tokens)
+        for group, (stack, index) in self.tree.stack_indices.items():
+            pages[group] = stacks[stack][index]
+        for blocks in inputs:
+            input_pages = self.inputs.find_input(blocks)
+            pages[blocks.group] = np.zeros(blocks.num_blocks, np.int32) if input_pages is None else input_pages
+        return pages
 
     def _limiting(
         self, group_pages: Sequence[tuple[LiveRange, Pages]], found_tokens: Sequence[int], hit_tokens: int
@@ -308,14 +318,14 @@ class Pins:
     Invariant: the pool counts one holder of a page for each pin of it that ``is_held``.
     """
 
-    def __init__(self, plan: KVCachePlan, pool: BlockPool) -> None:
-        self.plan = plan
-        self._pool = pool
+    def __init__(self, kinds: GroupKinds, pool: BlockPool) -> None:
+        self._kinds, self._pool = kinds, pool
+        self.plan = kinds.plan
         self._pins: dict[int, Pin] = {}
 
     def pin_prefix(self, hit: PrefixHit, *, checks_capacity: bool = True) -> Pin:
         """Hold the pages that a request needs to continue after a hit; refuse if the longest request no longer fits."""
-        pin = Pin(hit.num_tokens, [hit.needed_pages(group) for group in self.plan.groups])
+        pin = Pin(hit.num_tokens, hit.needed_pages(self._kinds))
         if checks_capacity:
             self._check_capacity(pin)
         for group, ids in enumerate(pin.blocks):

@@ -17,8 +17,8 @@ from kvframe.cache.events import (
     CacheCleared,
     CacheEvent,
     Medium,
-    input_key,
-    prefix_keys,
+    block_keys,
+    input_keys,
 )
 from kvframe.cache.input_index import InputBlocks, InputSequence, inputs_root
 from kvframe.cache.layout import CacheLayout, GroupLayout
@@ -155,17 +155,13 @@ class PrefixIndex:
     ) -> Keys:
         """Return the keys of the blocks in a prompt's first ``max_tokens`` tokens, for all block sizes."""
         groups = {group for layout in {cache.layout for cache in caches} for group in layout.groups}
-        ends_of = {
-            g.block_size: range(g.block_size, max_tokens + 1, g.block_size) for g in groups if g.need is not None
-        }
-        all_ends = sorted({end for ends in ends_of.values() for end in ends})
-        key_of = prefix_keys(self._secret, (salt, inputs_root(inputs)), token_ids, all_ends)
-        keys = {(size, TOKENS): [key_of[end] for end in ends] for size, ends in ends_of.items()}
+        sizes = {group.block_size for group in groups if group.need is not None}
+        keys_of = block_keys(self._secret, (salt, inputs_root(inputs)), token_ids, max_tokens, sizes)
+        keys = {(size, TOKENS): size_keys for size, size_keys in keys_of.items()}
         for group in groups:
             sequence = inputs.get(group.sequence)
             if group.need is None and sequence is not None:
                 size, total = group.block_size, sequence.num_tokens
                 blocks = InputBlocks(group.group, salt, group.sequence, sequence.key, total, -(-total // size))
-                input_ends = (min(end, total) for end in range(size, total + size, size))
-                keys[size, group.sequence] = [input_key(self._secret, blocks, end) for end in input_ends]
+                keys[size, group.sequence] = input_keys(self._secret, blocks, size)
         return keys

@@ -31,7 +31,6 @@ COUNTS = (-1, 2.0, True, None, "3", np.float64(4), 10**30, MAX_LEN + 1)
 NO_SEQUENCES = (5, None, "text", b"bytes", iter([1]), {1: 2})
 PROMPTS = ([], (), *NO_SEQUENCES, [1] * (MAX_LEN + 1))
 SALTS = (5, None, b"salt", "\ud800", "x" * (MAX_SALT_CHARS + 1))
-WRONG_COPIES: tuple[Any, ...] = (5, ["x"], [1], [1] * 19, [1] * 1000, [0] * 5, [1, 0, 2, 3, 0], [10**30] * 5, [-1] * 5)
 INPUTS = (5, [], {5: InputSequence(3, b"x")}, {ENCODER: 3}, {ENCODER: (3, b"x")})
 
 
@@ -122,14 +121,7 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
         lambda rows=rows, counts=counts: manager.commit_rows(rows, counts)
         for rows, counts in [*arrays(running, free), (np.array([running]), np.array([25]))]
     ]
-    nothing = [[0] * 20 for _ in manager.plan.groups]
-    wrong["restore"] = [
-        *(lambda each=each: manager.restore(copies=nothing, fetch=fetch_nothing, **each) for each in prompts),
-        *(
-            lambda copies=copies: manager.restore(TOKENS, copies, fetch_nothing)
-            for copies in ([], None, [[0]] * 9, *([wrong] * len(nothing) for wrong in WRONG_COPIES))
-        ),
-    ]
+    wrong["restore"] = [lambda each=each: manager.restore(fetch=fetch_nothing, **each) for each in prompts]
     wrong["resize"] = [lambda count=count: manager.resize(count) for count in (-1, 0, 2.0, None, True, 2**40)]
     secrets = (5, b"", "x" * 32)
     wrong["record_events"] = [lambda secret=secret: manager.record_events(secret) for secret in secrets]

@@ -73,13 +73,26 @@ def test_without_prefix_caching_nothing_is_restored() -> None:
     manager = KVCacheManager(plan, max_num_seqs=1, prefix_caching=False, audited=True)
     inputs = {ENCODER: InputSequence(9, b"x")}
     fetched: list[int] = []
-    pin = manager.restore(
-        SYSTEM, [[1, 2, 3], [4, 5, 6]], lambda group, copies, block_ids: fetched.extend(copies), inputs=inputs
-    )
+    pin = manager.restore(SYSTEM, lambda group, blocks, block_ids: fetched.extend(blocks), inputs=inputs)
     assert pin is not None
     assert (0, [], 0) == (pin.num_tokens, fetched, manager.num_held_pages)
     serve(manager, SYSTEM, inputs=inputs)
     assert 0 == manager.num_held_pages
+
+
+def test_what_a_request_needs_and_is_not_cached_is_fetched_and_pinned() -> None:
+    plan = make_plan(full(), masked(2, window=5), encoder(), num_slabs=60)
+    manager = KVCacheManager(plan, max_num_seqs=2, audited=True)
+    inputs = {ENCODER: InputSequence(9, b"x")}
+    serve(manager, [*SYSTEM[:8], 1], inputs=inputs)
+    fetched: list[tuple[int, list[int], list[int]]] = []
+    pin = manager.restore(SYSTEM, lambda *pages: fetched.append((pages[0], [*pages[1]], [*pages[2]])), inputs=inputs)
+    assert pin is not None
+    assert 12 == pin.num_tokens
+    # The first 8 tokens and the input are cached. After 12, the window shows the tokens 8 to 11.
+    assert [(0, [2], pin.blocks[0][2:].tolist()), (1, [4, 5], pin.blocks[1][4:].tolist())] == fetched
+    manager.unpin(pin)
+    assert (12, 0) == (manager.find([*SYSTEM, 1], inputs=inputs), manager.num_held_pages)
 
 
 def test_the_input_of_an_encoder_is_pinned_with_the_prefix() -> None:

@@ -104,18 +104,18 @@ def test_an_input_that_is_longer_than_the_plan_is_for_is_refused() -> None:
 def test_a_prefix_that_is_longer_than_the_plan_is_for_is_not_restored() -> None:
     manager = make_manager(full())
 
-    def fetch(group: int, copies: Sequence[int], block_ids: Sequence[int]) -> None:
+    def fetch(group: int, blocks: Sequence[int], block_ids: Sequence[int]) -> None:
         raise AssertionError("nothing is to be copied")
 
-    before, copies = state_of(manager), [[*range(1, 10)]]
+    before = state_of(manager)
     with pytest.raises(RequestError, match=r"^blocks for 36 tokens were asked for"):
-        manager.restore([7] * 36, copies, fetch)
+        manager.restore([7] * 36, fetch)
     with pytest.raises(RequestError, match=r"^the input 'encoder' has 99 tokens"):
-        manager.restore([7] * 8, [[1, 2]], fetch, inputs={ENCODER: InputSequence(99, b"x")})
+        manager.restore([7] * 8, fetch, inputs={ENCODER: InputSequence(99, b"x")})
     assert before == state_of(manager)
     start(manager, "one", "two", "three")
     with pytest.raises(RequestError, match=r"^no row of the table is free: there are 3"):
-        manager.restore([7] * 8, [[1, 2]], fetch)
+        manager.restore([7] * 8, fetch)
 
 
 # --- names and rows ---------------------------------------------------------------------------------------------------
@@ -377,14 +377,14 @@ def test_a_prompt_with_a_token_that_is_none_is_refused_where_it_is_read(wrong: A
     start(manager, "one")
     before, prompt = state_of(manager, "one"), [*TOKENS, wrong, 1, 1, 1, 1]
 
-    def fetch(group: int, copies: Sequence[int], block_ids: Sequence[int]) -> None:
+    def fetch(group: int, blocks: Sequence[int], block_ids: Sequence[int]) -> None:
         raise AssertionError("nothing is to be copied")
 
     for verb in (
         lambda: manager.start("two", prompt),
         lambda: manager.find(prompt),
         lambda: manager.pin(prompt),
-        lambda: manager.restore(prompt[18:22], [[1]], fetch),
+        lambda: manager.restore(prompt[18:22], fetch),
     ):
         with pytest.raises(RequestError, match=r"is not a token id; give whole numbers in \[0, 2\*\*32\)$") as caught:
             verb()

@@ -196,8 +196,9 @@ class PrefixFiles:
         prefix = file.prefixes[index]
         pin = self._manager.restore(
             token_ids,
-            [self._copies(group, prefix, offsets) for group, offsets in enumerate(file.offsets(index))],
-            lambda group, copies, block_ids: self._write_pages(file, group, copies, block_ids),
+            lambda group, blocks, block_ids: self._write_pages(
+                file, group, file.offsets(index)[group][np.searchsorted(self._blocks(group, prefix), blocks)], block_ids
+            ),
             salt=salt,
             inputs=prefix.inputs,
         )
@@ -209,15 +210,6 @@ class PrefixFiles:
         pins.append(pin)
         return None
 
-    def _copies(self, group: int, prefix: FilePrefix, offsets: Offsets) -> list[int]:
-        """Return for each block index the offset of its page in the file plus 1; 0 for a page that is not needed."""
-        planned, blocks = self._plan.groups[group], self._blocks(group, prefix)
-        num_blocks = len(blocks) if planned.is_of_input else prefix.num_tokens // planned.block_size
-        copies = [0] * num_blocks
-        for block, offset in zip(blocks, offsets.tolist(), strict=True):
-            copies[block] = offset + 1
-        return copies
-
     def _blocks(self, group: int, prefix: FilePrefix) -> list[int]:
         """Return the blocks of a group that a request needs to continue after a prefix."""
         planned = self._plan.groups[group]
@@ -227,16 +219,16 @@ class PrefixFiles:
         live = planned.answers.live_blocks(prefix.num_tokens) if prefix.num_tokens else ()
         return [block for start, stop in live for block in range(start, stop)]
 
-    def _write_pages(self, file: PrefixFileReader, group: int, copies: Sequence[int], block_ids: Sequence[int]) -> None:
+    def _write_pages(self, file: PrefixFileReader, group: int, offsets: Offsets, block_ids: Sequence[int]) -> None:
         """Copy pages of a file to the device, many at a time."""
         page_bytes = self._plan.groups[group].page_bytes
         at_once = max(1, _BYTES_AT_ONCE // page_bytes)
-        for start in range(0, len(copies), at_once):
-            copies_of_part = copies[start : start + at_once]
-            staged = torch.empty((len(copies_of_part), page_bytes), dtype=torch.uint8)
+        for start in range(0, len(offsets), at_once):
+            offsets_of_part = offsets[start : start + at_once].tolist()
+            staged = torch.empty((len(offsets_of_part), page_bytes), dtype=torch.uint8)
             with self._let_through():
-                for copy, page in zip(copies_of_part, staged.numpy(), strict=True):
-                    file.read_page(copy - 1, memoryview(page))
+                for offset, page in zip(offsets_of_part, staged.numpy(), strict=True):
+                    file.read_page(offset, memoryview(page))
             self._pool.write(group, block_ids[start : start + at_once], staged)
 
     # --- checks of a file ---------------------------------------------------------------------------------------------

@@ -53,14 +53,12 @@ class Move:
         self._manager, self._host, self._pages = manager, host, pages
         self._in_host, self._num_tokens = in_host, num_tokens
         self._fetch, self._fetched = fetch, fetched
-        # Where each needed block comes from, numbered from 1 on, as ``KVCacheManager.restore`` names copies.
-        self._origins: list[tuple[int, int]] = []
-        self._copies = [self._number(group, is_needed) for group, is_needed in enumerate(blocks.needed(num_tokens))]
         self.sources: Counter[str] = Counter()
         self.num_host_bytes = sum(
-            manager.plan.groups[group].page_bytes
-            for group, block in self._origins
-            if in_host[group][block] and not blocks.cached[group][block]
+            group.page_bytes * int(np.count_nonzero(is_needed & ((pages > 0) & ~is_cached)[: len(is_needed)]))
+            for group, is_needed, pages, is_cached in zip(
+                manager.plan.groups, blocks.needed(num_tokens), in_host, blocks.cached, strict=True
+            )
         )
 
     def run(self, request: RequestProgress) -> Pin | None:
@@ -73,28 +71,13 @@ class Move:
         tier = self._manager.host_tier
         token_ids = array("I", request.token_ids[: self._num_tokens])
         with nullcontext() if tier is None else tier.holding(self._in_host):
-            return self._manager.restore(
-                token_ids,
-                self._copies,
-                self._copy,
-                salt=request.cache_salt,
-                inputs=request.input_sequences,
-            )
+            return self._manager.restore(token_ids, self._copy, salt=request.cache_salt, inputs=request.input_sequences)
 
-    def _number(self, group: int, is_needed: npt.NDArray[np.bool_]) -> list[int]:
-        """Number a group's needed blocks; return the number of each block, 0 for one that is not needed."""
-        copies = [0] * len(is_needed)
-        for block in np.flatnonzero(is_needed).tolist():
-            self._origins.append((group, block))
-            copies[block] = len(self._origins)
-        return copies
-
-    def _copy(self, group: int, numbers: Sequence[int], block_ids: Sequence[int]) -> None:
+    def _copy(self, group: int, blocks: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy pages to the device: from host memory if it has them, otherwise what was fetched."""
         from_host: list[tuple[int, int]] = []
         from_stores: list[tuple[int, int]] = []
-        for number, block_id in zip(numbers, block_ids, strict=True):
-            _, block = self._origins[number - 1]
+        for block, block_id in zip(blocks, block_ids, strict=True):
             host_id = int(self._in_host[group][block])
             if host_id:
                 from_host.append((host_id, block_id))

@@ -142,7 +142,7 @@ class Tiers:
             return
         blocks = self._blocks_of(request, None)
         request.promised_tokens = blocks.num_cached
-        if blocks.is_complete:
+        if blocks.is_whole(blocks.num_cached) and not blocks.lacks_inputs:
             return
         in_host = self._in_host(blocks)
         local = [cached | (host > 0) for cached, host in zip(blocks.cached, in_host, strict=True)]
@@ -156,7 +156,7 @@ class Tiers:
         per_token = self._seconds_per_token or DEFAULT_SECONDS_PER_TOKEN
         num_missing = blocks.most - (num_local or 0)
         fetch = request.fetch = Fetch(records, blocks, local, max(LEAST_WAIT, num_missing * per_token))
-        if num_local is not None and num_local + blocks.alignment > blocks.most:
+        if num_local is not None and blocks.is_whole(num_local):
             fetch.is_done = True
         else:
             self._fetcher.put(fetch)
