@@ -43,13 +43,7 @@ from .engine import SamplingParams as SamplingParams
 from .hosting.hosted_model import HostedModel as HostedModel
 from .hosting.hosted_model import LiveBlocks as LiveBlocks
 from .hosting.models import load_model as load_model
-from .hosting.page_records import PageRecords as PageRecords
-from .hosting.page_secret import choose_secret as choose_secret
-from .hosting.page_writer import PageWriter as PageWriter
-from .hosting.sealed_store import SealedStore as SealedStore
-from .hosting.sealed_store import StoreCounts as StoreCounts
 from .hosting.setup import Setup as Setup
-from .hosting.weights import digest_weights as digest_weights
 from .loading.plugins import load_plugins as load_plugins
 from .loading.registry import Registry as Registry
 from .planning.groups import Grouping as Grouping

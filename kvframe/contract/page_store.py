@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import attrs
 
 from kvframe.contract.growth import Growing
+
+SEAL_BYTES: Final = 32
+"""The bytes of the seal, which a record has before its page."""
 
 
 class OpenPageStore(Growing, ABC):

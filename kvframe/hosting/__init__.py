@@ -2,7 +2,5 @@
 
 ``setup`` says what a stack does with a model, and makes its layers over a pool of pages. ``models``
 loads, ``drafts`` says what drafts for a model, ``hosted_model`` serves on the pages of another engine.
-``page_records`` and ``page_secret`` make keys and seals of pages, ``sealed_store`` and ``page_writer`` use page stores
-with them, ``weights`` tells models apart. A host imports these from ``kvframe``, whose names are its
-whole world beside the contract.
+A host imports these from ``kvframe``, whose names are its whole world beside the contract.
 """

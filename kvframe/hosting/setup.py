@@ -22,7 +22,6 @@ from kvframe.contract.errors import StackError, shown
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.page_store import PageStore
 from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts, load_draft_model
-from kvframe.hosting.page_records import SEAL_BYTES
 from kvframe.planning.groups import Grouping, group_layers
 from kvframe.planning.layer_file import LayerFiles
 from kvframe.planning.layer_specs import make_layer_specs, retyped_layers
@@ -267,7 +266,7 @@ class Setup:
             return []
         num_slabs = self.num_host_slabs(plan)
         host = [host_capacity(plan, num_slabs)] if num_slabs else []
-        return [*host, *(store_capacity(plan, store.name, _capacity_of(store), SEAL_BYTES) for store in stores)]
+        return [*host, *(store_capacity(plan, store.name, _capacity_of(store)) for store in stores)]
 
     @property
     def eviction_policy(self) -> EvictionPolicy:

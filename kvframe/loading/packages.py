@@ -5,8 +5,12 @@ A test compares the table with the names that the packages under ``plugins/`` re
 
 from __future__ import annotations
 
+import re
 import shlex
+import tomllib
+from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import distributions
 from pathlib import Path
 
 _TABLE = """
@@ -69,8 +73,24 @@ def provider_of(kind: str, name: str) -> str | None:
 
 
 def to_install(*packages: str) -> str:
-    """Return the command that installs packages: from the clone that kvframe runs from, or by their names."""
-    return " ".join(["pip install", *map(_source_of, packages)])
+    """Return the command that installs packages: from the clone that kvframe runs from, or by their names.
+
+    From a clone, the command also names the folders that they require and that are not installed.
+    """
+    return " ".join(["pip install", *map(_source_of, _with_required(packages))])
+
+
+def _with_required(packages: Sequence[str]) -> list[str]:
+    """Return packages, and those of the clone that they require and that are not installed."""
+    names = [*packages]
+    for name in names:  # which grows
+        folder = _folder_of(name)
+        if folder is not None:
+            project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+            required = {re.split(r"[^\w-]", text)[0] for text in project["dependencies"]}
+            absent = {other for other in required if _folder_of(other) and not any(distributions(name=other))}
+            names += sorted(absent - {*names})
+    return names
 
 
 def _source_of(package: str) -> str:
@@ -93,5 +113,6 @@ def to_run_models() -> str:
 
 def _folder_of(package: str) -> Path | None:
     """Return a package's folder in the clone that kvframe runs from; None if it runs from no clone."""
-    folder = _ROOT / "plugins" / package.removeprefix("kvframe-").replace("-", "_")
+    name = package.removeprefix("kvframe-").replace("-", "_")
+    folder = _ROOT / "kernels" if name == "kernels" else _ROOT / "plugins" / name
     return folder if (folder / "pyproject.toml").is_file() else None

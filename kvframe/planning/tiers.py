@@ -11,6 +11,7 @@ from typing import Final
 
 import attrs
 
+from kvframe.contract.page_store import SEAL_BYTES
 from kvframe.planning.plan import KVCachePlan
 
 HOST_MEMORY: Final = "host_memory"
@@ -57,21 +58,20 @@ def host_capacity(plan: KVCachePlan, num_slabs: int) -> TierCapacity:
     return _capacity(plan, HOST_MEMORY, num_bytes, lambda num_blocks: plan.num_slabs_for(num_blocks) <= num_slabs)
 
 
-def store_capacity(plan: KVCachePlan, name: str, num_bytes: int | None, seal_bytes: int) -> TierCapacity:
+def store_capacity(plan: KVCachePlan, name: str, num_bytes: int | None) -> TierCapacity:
     """Return the capacity of a page store.
 
     Args:
         plan: The plan whose pages it keeps.
         name: The store's name.
         num_bytes: The most bytes of its records; None if it does not know.
-        seal_bytes: The bytes of a record beside its page.
     """
     if num_bytes is None:
         return TierCapacity(name=name, num_bytes=None, num_requests=None, num_tokens=None)
 
     def holds(num_blocks: Sequence[int]) -> bool:
         records = zip(num_blocks, plan.groups, strict=True)
-        return sum(count * (group.page_bytes + seal_bytes) for count, group in records) <= num_bytes
+        return sum(count * (group.page_bytes + SEAL_BYTES) for count, group in records) <= num_bytes
 
     return _capacity(plan, name, num_bytes, holds)
 

@@ -419,28 +419,6 @@ def test_another_process_makes_the_same_keys_from_the_secret_alone() -> None:
         assert key.hex() == done.stdout.strip()
 
 
-# --- wrong keys -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", [2, 62, 63, 65])
-def test_a_key_of_another_length_is_refused_and_not_repeated(length: int, tmp_path: Any) -> None:
-    digits = "a" * length
-    (tmp_path / "key").write_text(digits)
-    for key, says in [(digits, "stack: cache.key has "), (str(tmp_path / "key"), "key' has ")]:
-        with pytest.raises(kvframe.KVFrameError, match=f"{says}{length} hexadecimal digits; a key has 64") as error:
-            ScriptedModel(PROMPT).engine(cache_key=key)
-        assert digits not in str(error.value) or length == 2
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"not a key"])
-def test_a_file_without_a_key_is_refused(content: bytes, tmp_path: Any) -> None:
-    (tmp_path / "key").write_bytes(content)
-    with pytest.raises(kvframe.KVFrameError, match="has 0 hexadecimal digits"):
-        ScriptedModel(PROMPT).engine(cache_key=str(tmp_path / "key"))
-    with pytest.raises(kvframe.KVFrameError, match="nowhere' cannot be read"):
-        ScriptedModel(PROMPT).engine(cache_key=str(tmp_path / "nowhere"))
-
-
 def test_a_key_is_not_shown() -> None:
     stack = Stack.from_mapping({"cache": {"key": "ab" * 32}})
     assert "abab" not in repr(stack)

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.tiers.stored_pages import StoredPages
 from kvframe_engine.tiers.tiers import Tiers
+from kvframe_stores import page_writer
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import ENCODER, KVCacheSpec
-from kvframe.hosting import page_writer
 from kvframe.planning.plan import KVCachePlan
 from kvframe.routing import PrefixIndex
 from tests.cache.plans import encoder, full, make_plan, ranged

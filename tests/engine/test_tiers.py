@@ -11,10 +11,10 @@ import pytest
 import torch
 from kvframe_engine.tiers import tiers
 from kvframe_engine.tiers.read_rate import ReadRate
+from kvframe_stores import page_writer, sealed_store
 
-from kvframe import BlocksStored, CacheCleared, CacheEvent, Engine, Hints, PageRecords, Stack, load_plugins
+from kvframe import BlocksStored, CacheCleared, CacheEvent, Engine, Hints, Stack, load_plugins
 from kvframe.contract.errors import StackError
-from kvframe.hosting import page_writer, sealed_store
 from tests.covering import cover_values
 from tests.models.serving import GREEDY, TinyModel, ids
 from tests.support.engines import fetcher_of, held_pages, manager_of, scheduler_of, tiers_of
@@ -277,18 +277,6 @@ def test_host_memory_forgets_pages_of_other_weights(llama: TinyModel) -> None:
         assert 0 == output.cached.num_tokens
 
 
-def test_keys_and_seals_depend_on_all_that_they_stand_for() -> None:
-    secret, key, page = bytes(32), b"k" * 32, memoryview(b"page")
-    records = [PageRecords(secret, ["a", "b"]), PageRecords(secret, ["ab"]), PageRecords(b"s" * 32, ["a", "b"])]
-    keys = {each.key_of(group, prefix) for each in records for group in (0, 1) for prefix in (key, b"l" * 32)}
-    assert (12, 3) == (len(keys), len({each.origin for each in records}))
-    record = records[0].seal(key, page) + bytes(page)
-    assert records[0].is_sound(key, memoryview(record))
-    assert not records[0].is_sound(b"l" * 32, memoryview(record))
-    assert not records[0].is_sound(key, memoryview(record + b"!"))
-    assert not records[2].is_sound(key, memoryview(record))
-
-
 def test_what_a_store_lost_is_given_to_it_again(llama: TinyModel, shelf: Shelf) -> None:
     with small_engine(llama, stores=["shelf"]) as engine:
         tokens(engine, ASKED[:1])
@@ -360,17 +348,6 @@ def test_a_store_without_a_secret_needs_a_key(llama: TinyModel, monkeypatch: pyt
     with pytest.raises(StackError, match=r"page store 'shelf' keeps no secret, .*; set key in \[cache\]"):
         llama.engine(stores=["shelf"])
     llama.engine(stores=["shelf"], key="7" * 64).close()
-
-
-def test_a_secret_that_cannot_be_used_is_a_mistake_of_the_stack(
-    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(store: Any) -> bytes:
-        raise PermissionError("other users can read the secret")
-
-    monkeypatch.setattr("tests.support.stores.ShelfStore.local_secret", refuse)
-    with pytest.raises(StackError, match=r"^stack: page store 'shelf': other users can read the secret$"):
-        llama.engine(stores=["shelf"])
 
 
 def test_nothing_is_kept_without_prefix_caching(llama: TinyModel, shelf: Shelf) -> None:

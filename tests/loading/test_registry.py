@@ -278,6 +278,13 @@ def test_what_to_type_in_a_clone_is_the_folder_of_the_package(monkeypatch: pytes
     assert "pip install kvframe-elsewhere" == to_install("kvframe-elsewhere")
 
 
+def test_what_to_type_in_a_clone_has_the_folders_that_are_required_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PLUGINS.parent)
+    monkeypatch.setattr(packages, "distributions", lambda name: [] if name.startswith("kvframe-") else [name])
+    assert "pip install -e plugins/engine -e plugins/stores" == to_install("kvframe-engine")
+    assert "pip install -e plugins/cpu -e plugins/triton -e kernels" == to_install("kvframe-cpu", "kvframe-triton")
+
+
 @pytest.mark.usefixtures("no_clone")
 def test_what_to_type_without_a_clone_is_the_name_of_the_package() -> None:
     assert "pip install kvframe-serve" == to_install("kvframe-serve")

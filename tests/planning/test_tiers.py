@@ -25,6 +25,8 @@ from tests.support.stores import SHELVES, Shelf, ShelfStore, shelf_plugin
 
 PAGE = 128
 """Bytes of a page of ``full()`` and ``ranged()``: keys and values of 4 tokens."""
+RECORD = PAGE + 32
+"""Bytes of a page with its seal, as a page store keeps it."""
 
 
 def plan_of(*specs: KVCacheSpec, longest: int = 65) -> KVCachePlan:
@@ -39,37 +41,37 @@ def plan_of(*specs: KVCacheSpec, longest: int = 65) -> KVCachePlan:
     )
 
 
-def held(plan: KVCachePlan, num_bytes: int, seal_bytes: int = 0) -> tuple[int | None, int | None]:
-    tier = store_capacity(plan, "disk", num_bytes, seal_bytes)
+def held(plan: KVCachePlan, num_bytes: int) -> tuple[int | None, int | None]:
+    tier = store_capacity(plan, "disk", num_bytes)
     assert ("disk", num_bytes) == (tier.name, tier.num_bytes)
     return tier.num_requests, tier.num_tokens
 
 
 def test_a_prefix_of_full_attention_takes_every_block() -> None:
     # 16 blocks for each of three, and five more.
-    assert (3, 3 * 64 + 20) == held(plan_of(full()), (3 * 16 + 5) * PAGE)
-    assert (2, 2 * 64 + 60) == held(plan_of(full()), 3 * 16 * PAGE - 1)
+    assert (3, 3 * 64 + 20) == held(plan_of(full()), (3 * 16 + 5) * RECORD)
+    assert (2, 2 * 64 + 60) == held(plan_of(full()), 3 * 16 * RECORD - 1)
 
 
 def test_a_prefix_shorter_than_the_longest_is_counted_in_tokens() -> None:
-    assert (0, 12) == held(plan_of(full()), 4 * PAGE - 1)
-    assert (0, 0) == held(plan_of(full()), PAGE - 1)
+    assert (0, 12) == held(plan_of(full()), 4 * RECORD - 1)
+    assert (0, 0) == held(plan_of(full()), RECORD - 1)
 
 
 def test_of_a_window_its_end_is_counted() -> None:
     # After 64 tokens, tokens 57 to 63 are live, in two blocks.
     plan = plan_of(full(), ranged(window=8))
     assert (16, 2) == prefix_blocks(plan, 64)
-    assert (5, 5 * 64) == held(plan, 5 * 18 * PAGE)
+    assert (5, 5 * 64) == held(plan, 5 * 18 * RECORD)
     # 9 tokens more need a block of full attention and one of the window each, until the window is full.
-    assert (5, 5 * 64 + 4) == held(plan, (5 * 18 + 2) * PAGE)
+    assert (5, 5 * 64 + 4) == held(plan, (5 * 18 + 2) * RECORD)
 
 
 def test_of_a_recurrent_layer_one_state_is_counted() -> None:
     plan = plan_of(state())
     (group,) = plan.groups
     assert (1,) == prefix_blocks(plan, 64)
-    assert (7, 7 * 64) == held(plan, 8 * group.page_bytes - 1)
+    assert (7, 7 * 64) == held(plan, 8 * (group.page_bytes + 32) - 1)
 
 
 def test_an_input_is_counted_at_its_greatest_length() -> None:
@@ -78,12 +80,7 @@ def test_an_input_is_counted_at_its_greatest_length() -> None:
 
 def test_there_is_no_limit_to_prefixes_that_take_no_block() -> None:
     # A chunk of 16 tokens ends where the prefix ends.
-    assert (None, None) == held(plan_of(ranged(chunk=16)), 10 * PAGE)
-
-
-def test_a_seal_is_a_part_of_a_record() -> None:
-    assert (2, 2 * 64) == held(plan_of(full()), 2 * 16 * (PAGE + 32), seal_bytes=32)
-    assert (1, 64 + 60) == held(plan_of(full()), 2 * 16 * (PAGE + 32) - 1, seal_bytes=32)
+    assert (None, None) == held(plan_of(ranged(chunk=16)), 10 * RECORD)
 
 
 def test_host_memory_is_counted_in_slabs() -> None:
@@ -98,7 +95,7 @@ def test_host_memory_is_counted_in_slabs() -> None:
 
 
 def test_a_store_that_knows_no_capacity_has_no_numbers() -> None:
-    tier = store_capacity(plan_of(full()), "shelf", None, 32)
+    tier = store_capacity(plan_of(full()), "shelf", None)
     assert (None, None, None) == (tier.num_bytes, tier.num_requests, tier.num_tokens)
 
 
@@ -110,12 +107,12 @@ def test_one_more_prefix_would_not_fit(num_bytes: int, window: int, longest: int
     assert num_tokens is not None
     prefix = (longest - 1) // 4 * 4
     of_longest, of_more = (
-        sum(prefix_blocks(plan, length)) * PAGE for length in (prefix, num_tokens - num_requests * prefix)
+        sum(prefix_blocks(plan, length)) * RECORD for length in (prefix, num_tokens - num_requests * prefix)
     )
     assert num_requests * of_longest + of_more <= num_bytes < (num_requests + 1) * of_longest
     longer = num_tokens - num_requests * prefix + 4
     if longer < prefix:
-        assert num_requests * of_longest + sum(prefix_blocks(plan, longer)) * PAGE > num_bytes
+        assert num_requests * of_longest + sum(prefix_blocks(plan, longer)) * RECORD > num_bytes
 
 
 # --- by a stack -------------------------------------------------------------------------------------------------------
@@ -124,7 +121,7 @@ def test_one_more_prefix_would_not_fit(num_bytes: int, window: int, longest: int
 @attrs.frozen(kw_only=True)
 class BoundedStore(ShelfStore):
     name: ClassVar[str] = "bounded"
-    size: Any = 3 * 16 * (PAGE + 32)
+    size: Any = 3 * 16 * RECORD
 
     @property
     def capacity(self) -> Any:

@@ -34,7 +34,7 @@ from kvframe.loading.plugins import load_plugins
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "kvframe"
 ENGINE = ROOT / "plugins" / "engine" / "src" / "kvframe_engine"
-MAX_NAMES_OF_A_HOST = 31
+MAX_NAMES_OF_A_HOST = 25
 """The most names of the core, beside the contract, that the engine may use."""
 
 # The flow of the design, one stage a line. A name stands for a module, or for a package and all its modules.
@@ -95,8 +95,12 @@ ALSO_TORCH_FREE = (
 # What plugins and their tests may import of the core: the names of ``kvframe`` and ``kvframe.routing``, the contract,
 # and what commands share.
 PUBLIC = re.compile(r"kvframe(\.routing)?|kvframe\.contract(\.\w+)?|kvframe\.cli\.(options|pages|render)")
-# Plugins that are another plugin in a further environment, and depend on it.
-BUILT_ON = {"kvframe_ray": {"kvframe_serve"}}
+# Plugins that are another plugin in a further environment, and hosts, which share how page stores are used.
+BUILT_ON = {
+    "kvframe_engine": {"kvframe_stores"},
+    "kvframe_ray": {"kvframe_serve", "kvframe_stores"},
+    "kvframe_vllm": {"kvframe_stores"},
+}
 # The test kit does to plugins what a host does, so it may use all of the core.
 KIT = ROOT / "plugins" / "testing"
 PLUGIN_FILES = sorted({*(ROOT / "plugins").glob("*/src/**/*.py")} - {*KIT.rglob("*.py")})

@@ -86,7 +86,7 @@ def test_records_that_another_client_replaced_are_refused_and_stored_again(
 def test_a_server_that_fails_while_engines_run_costs_hits_only(
     fault: str, llama: TinyModel, own_server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvframe.hosting.sealed_store.FIRST_REST", 0.0)
+    monkeypatch.setattr("kvframe_stores.sealed_store.FIRST_REST", 0.0)
     expected = compute(llama, own_server)
     store: dict[str, Any] = {"name": "valkey", "url": own_server.url, "timeout": 0.5}
     with llama.engine(block_size=4, stores=[store], key=KEY) as engine:

@@ -11,8 +11,9 @@ from typing import Any
 
 import attrs
 import pytest
+from kvframe_stores import PageRecords
 
-from kvframe import FullAttentionSpec, PageRecords, load_plugins
+from kvframe import FullAttentionSpec, load_plugins
 from kvframe.contract import AttentionSpec, KVCacheSpec, OpenPageStore, PageStore, TokenRange
 
 pytestmark = [
@@ -304,11 +305,10 @@ def test_pages_are_all_layers_of_a_block_one_after_the_other() -> None:
 
 def test_pages_that_a_slow_store_does_not_take_are_dropped(store: SetStore, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
+    from kvframe_stores import PageWriter
     from kvframe_vllm.transfer import working
     from kvframe_vllm.transfer.messages import Pages
     from kvframe_vllm.transfer.setup import Transfer
-
-    from kvframe import PageWriter
 
     page_bytes = 4 * 6
     monkeypatch.setattr(working, "BYTES_AT_ONCE", 2 * page_bytes)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvframe_engine.tiers import tiers
+from kvframe_stores import sealed_store
 
-from kvframe.hosting import sealed_store
 from tests.engine.soak.faulty_store import SHELVES, FaultyShelf
 from tests.engine.soak.run import Soak
 from tests.engine.soak.scenarios import Served

@@ -11,8 +11,9 @@ from types import ModuleType, TracebackType
 from typing import Any, Generic, Literal, Protocol, Self, get_args
 
 import attrs
+from kvframe_stores import choose_secret
 
-from kvframe import Choice, KVCachePlan, Setup, Stack, choose_secret, load_model
+from kvframe import Choice, KVCachePlan, Setup, Stack, load_model
 from kvframe.contract.description import LayerDescription
 from kvframe.contract.errors import EngineError, KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.foreign import refuse_exit

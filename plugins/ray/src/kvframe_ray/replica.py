@@ -12,9 +12,10 @@ from kvframe_serve.application import load_engine, served_model
 from kvframe_serve.engine_thread import EngineThread
 from kvframe_serve.limits import read_limits
 from kvframe_serve.runner import EngineEnded
+from kvframe_stores import choose_secret
 from ray import serve
 
-from kvframe import choose_secret, find_model
+from kvframe import find_model
 from kvframe.contract import EngineError, RequestError
 from kvframe_ray.feeds import Feeds
 from kvframe_ray.messages import Asked, Events, Job, Model, Refusal, ToReplica

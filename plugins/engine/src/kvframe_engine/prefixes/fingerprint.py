@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 
-from kvframe import KVCachePlan, Setup, digest_weights
+from kvframe_stores import digest_weights
+
+from kvframe import KVCachePlan, Setup
 from kvframe.contract.errors import ModelError
 from kvframe.contract.model import LoadedModel
 

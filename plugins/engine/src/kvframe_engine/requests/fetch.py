@@ -9,8 +9,9 @@ from time import monotonic
 import attrs
 import numpy as np
 import numpy.typing as npt
+from kvframe_stores import PageRecords
 
-from kvframe import PageRecords, Pin, PrefixBlocks
+from kvframe import Pin, PrefixBlocks
 
 _numbers = count()
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+from kvframe_stores import StoreCounts
 
-from kvframe import GroupLookups, KVCacheStats, StoreCounts
+from kvframe import GroupLookups, KVCacheStats
 
 
 @attrs.define

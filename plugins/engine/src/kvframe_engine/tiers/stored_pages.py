@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from kvframe_stores import PageRecords, PageWriter, SealedStore, StoreCounts
 
-from kvframe import KVCacheStorage, PageRecords, PageWriter, SealedStore, StoreCounts
+from kvframe import KVCacheStorage
 from kvframe.contract import PageStore
 from kvframe_engine.pool_pages import PoolPages
 

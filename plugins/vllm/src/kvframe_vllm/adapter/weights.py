@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from kvframe_stores import digest_weights
 from vllm.model_executor.model_loader import base_loader
 
-from kvframe import digest_weights
 from kvframe.contract import BackendError
 
 _digests: list[str] = []

@@ -10,8 +10,8 @@ from time import monotonic
 import attrs
 import numpy as np
 import numpy.typing as npt
+from kvframe_stores import PageRecords, SealedStore
 
-from kvframe import PageRecords, SealedStore
 from kvframe_vllm.transfer.messages import Load
 
 _PAGES_AT_ONCE = 256

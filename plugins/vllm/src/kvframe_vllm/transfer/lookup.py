@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from time import monotonic
 
 import attrs
+from kvframe_stores import PageRecords, SealedStore, StoreCounts
 
-from kvframe import PageRecords, SealedStore, StoreCounts
 from kvframe.contract import PageStore
 
 

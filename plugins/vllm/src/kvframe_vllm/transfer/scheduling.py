@@ -9,9 +9,9 @@ from time import monotonic
 from typing import Any
 
 import attrs
+from kvframe_stores import PageRecords
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 
-from kvframe import PageRecords
 from kvframe_vllm.transfer.lookup import Lookup, StoreLookups
 from kvframe_vllm.transfer.messages import Load, Pages, StepTransfers
 from kvframe_vllm.transfer.setup import Transfer

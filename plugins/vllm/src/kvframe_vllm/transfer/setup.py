@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+from kvframe_stores import choose_secret
 
-from kvframe import Stack, choose_secret, make_page_stores
+from kvframe import Stack, make_page_stores
 from kvframe.contract import BackendError, PageStore, StackError
 from kvframe_vllm.adapter.cache import HostedSpec
 from kvframe_vllm.attach import attached

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from kvframe_stores import PageRecords, PageWriter, SealedStore, StoreCounts
 
-from kvframe import PageRecords, PageWriter, SealedStore, StoreCounts
 from kvframe_vllm.names import installed
 from kvframe_vllm.transfer.loader import PageLoader
 from kvframe_vllm.transfer.messages import Load, Pages

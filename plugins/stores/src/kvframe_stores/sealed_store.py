@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.contract.foreign import safe_text
-from kvframe.contract.page_store import OpenPageStore, PageStore
-from kvframe.hosting.page_records import SEAL_BYTES, PageRecords
+from kvframe.contract.page_store import SEAL_BYTES, OpenPageStore, PageStore
+from kvframe_stores.page_records import PageRecords
 
 _log = logging.getLogger("kvframe")
 Page = npt.NDArray[np.uint8]

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from hmac import compare_digest
 
-SEAL_BYTES = 32
+from kvframe.contract.page_store import SEAL_BYTES
+
 KEY = b"kvframe.record.1"
 SEAL = b"kvframe.seal...1"
 

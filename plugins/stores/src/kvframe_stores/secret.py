@@ -7,13 +7,13 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvframe.cache.arguments import SECRET_BYTES
-from kvframe.config.stack import Stack
+from kvframe import Stack
 from kvframe.contract.errors import FileError, StackError, shown
 from kvframe.contract.files import read_bytes
 from kvframe.contract.foreign import safe_reason
 from kvframe.contract.page_store import PageStore
 
+SECRET_BYTES = 32
 _MAX_KEY_FILE = 4096
 _DIGITS = re.compile(r"[0-9a-fA-F]+")
 
@@ -37,10 +37,10 @@ def choose_secret(stack: Stack, stores: Sequence[PageStore]) -> bytes:
             f"{stack.source}: page store {stores[0].name!r} keeps no secret, and without one no other engine finds the "
             "pages; set key in [cache] to 64 hexadecimal digits, or to a file of them, the same for all engines"
         )
-    return read_secret(stack.cache.key, stack.source)
+    return _read_secret(stack.cache.key, stack.source)
 
 
-def read_secret(key: str | None, source: str) -> bytes:
+def _read_secret(key: str | None, source: str) -> bytes:
     """Return the secret of a stack's ``[cache] key``, or a random one if the stack has no key.
 
     The key is 64 hexadecimal digits, or a file that holds them. The ``StackError`` for another one does not repeat what

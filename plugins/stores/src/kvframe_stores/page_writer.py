@@ -11,8 +11,8 @@ import attrs
 import torch
 
 from kvframe.contract.foreign import safe_text
-from kvframe.hosting.page_records import PageRecords
-from kvframe.hosting.sealed_store import SealedStore
+from kvframe_stores.page_records import PageRecords
+from kvframe_stores.sealed_store import SealedStore
 
 _log = logging.getLogger("kvframe")
 MAX_QUEUED_BYTES = 256 << 20
