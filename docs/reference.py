@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import kvframe_engine.contract
 
 import kvframe
 from kvframe import contract
@@ -50,15 +51,21 @@ _OF_PLUGINS: Mapping[str, tuple[str, ...]] = {
     "Eviction": ("eviction",),
     "Event publishers": ("event_publisher",),
     "Page stores": ("page_store", "sizes"),
-    "Scheduling": ("scheduling",),
-    "Proposers": ("proposer",),
-    "Logits processors": ("logits",),
     "Model descriptions": ("description",),
     "Model adapters": ("model",),
     "Text of tokens": ("decoding",),
     "Errors": ("errors",),
 }
 """The names of ``kvframe.contract``, by modules that define them."""
+
+_OF_ENGINE: Mapping[str, tuple[str, ...]] = {
+    "Scheduling": ("scheduling",),
+    "Proposers": ("proposer",),
+    "Logits processors": ("logits",),
+}
+"""The names of ``kvframe_engine.contract``, likewise."""
+
+_TABLES = {kvframe: _OF_USERS, contract: _OF_PLUGINS, kvframe_engine.contract: _OF_ENGINE}
 
 
 @attrs.frozen
@@ -108,9 +115,9 @@ class Name:
 
 def find_names() -> dict[str, list[Name]]:
     """Return every name of the API once, by the heading of its table."""
-    headings: dict[str, list[Name]] = {heading: [] for heading in (*_OF_USERS, *_OF_PLUGINS)}
-    for package, of_package in ((kvframe, _OF_USERS), (contract, _OF_PLUGINS)):
-        exported = [each for each in _exported(package) if package is contract or each[1] not in dir(contract)]
+    headings: dict[str, list[Name]] = {heading: [] for tables in _TABLES.values() for heading in tables}
+    for package, of_package in _TABLES.items():
+        exported = [each for each in _exported(package) if package is not kvframe or each[1] not in dir(contract)]
         for heading, starts in of_package.items():
             for start in starts:
                 listed = [each for each in exported if f"{each[0]}.".startswith(f"{start}.")]
@@ -152,8 +159,9 @@ def _docstrings(file: Path) -> dict[str, str]:
 def write_tables() -> str:
     """Return a table of names for each heading, as Markdown; each name links to the file that defines it."""
     names = find_names()
-    parts = ["## Names of `kvframe`", *(_table(heading, names[heading]) for heading in _OF_USERS)]
-    parts += ["## Names of `kvframe.contract`", *(_table(heading, names[heading]) for heading in _OF_PLUGINS)]
+    parts = []
+    for package, tables in _TABLES.items():
+        parts += [f"## Names of `{package.__name__}`", *(_table(heading, names[heading]) for heading in tables)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -40,6 +40,7 @@ from .engine import Engine as Engine
 from .engine import Prompt as Prompt
 from .engine import RequestOutput as RequestOutput
 from .engine import SamplingParams as SamplingParams
+from .hosting.drafts import Drafts as Drafts
 from .hosting.hosted_model import HostedModel as HostedModel
 from .hosting.hosted_model import LiveBlocks as LiveBlocks
 from .hosting.models import load_model as load_model
@@ -51,7 +52,6 @@ from .planning.groups import KVCacheGroup as KVCacheGroup
 from .planning.groups import group_layers as group_layers
 from .planning.layer_specs import make_layer_specs as make_layer_specs
 from .planning.memory import allocating as allocating
-from .planning.memory import check_host_bytes as check_host_bytes
 from .planning.plan import KVCachePlan as KVCachePlan
 from .planning.plan import plan_cache as plan_cache
 from .planning.ranks import plan_ranks as plan_ranks

@@ -22,7 +22,7 @@ from benchmarks.harness.plots import plots
 from benchmarks.harness.process import map_in_processes
 from benchmarks.harness.record import benchmark
 from kvframe import FullAttentionSpec, KVCacheManager, KVCachePlan, Stack, group_layers, load_plugins, plan_cache
-from kvframe.config.choices import make_policy
+from kvframe.config.choices import make_part
 from kvframe.contract import EvictionPolicy, LayerSpec
 
 BLOCK = 16
@@ -48,7 +48,8 @@ def make_plan(num_tokens: int) -> KVCachePlan:
 def make_policy_of(name: str) -> EvictionPolicy:
     """Return a policy with its default options."""
     stack = Stack.from_mapping({"cache": {"eviction": name}})
-    return make_policy(stack.cache.eviction, load_plugins().registry)
+    policy: EvictionPolicy = make_part("eviction", stack.cache.eviction, load_plugins().registry)
+    return policy
 
 
 def replay(requests: Sequence[TracedRequest], policy: str, num_tokens: int) -> dict[str, Any]:

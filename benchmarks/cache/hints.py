@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import numpy as np
+from kvframe_engine.contract import FCFS
 from kvframe_engine.requests.request import Request
 from kvframe_engine.scheduling.scheduler import Scheduler
 from kvframe_engine.tiers.move import HOST
@@ -28,7 +29,6 @@ from benchmarks.harness.record import benchmark
 from benchmarks.memory.traces import draw_tokens
 from kvframe import Hints, KVCacheManager, SamplingParams, load_plugins
 from kvframe.cache.hints import NO_HINTS
-from kvframe.contract import FCFS
 
 SIZE = 500
 POOLS = (64 * 1024, 128 * 1024, 256 * 1024)

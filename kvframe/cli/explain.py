@@ -67,7 +67,7 @@ def explain(
     setup = Setup.read(path, stack, registry, reader=reader)
     dtype = setup.stack.model.dtype
     lacks = reader.share_of_rank(path, setup.description, dtype=dtype, num_ranks=1).lacks
-    eviction = _in_words(setup.eviction_policy)
+    eviction = _in_words(setup.make_part("eviction", setup.stack.cache.eviction))
     tiers = _names_of_tiers(setup)
     description, note = setup.description, setup.note
     backends = [registry.backends.get(name).id for name in registry.backends.names()]

@@ -68,11 +68,11 @@ def check_stores(stack: Stack, registry: Registry) -> CheckResult:
 
 def check_publisher(stack: Stack, registry: Registry) -> CheckResult:
     """Open the event publisher of a stack, if it has one, and close it."""
-    from kvframe.config.choices import make_event_publisher
+    from kvframe.config.choices import make_part
 
     use = stack.cache.events if stack.cache.prefix_caching else None
     try:
-        publisher = make_event_publisher(use, registry)
+        publisher = None if use is None else make_part("event_publisher", use, registry)
     except KVFrameError as error:
         return CheckResult({}, [str(error)])
     if publisher is None:

@@ -7,29 +7,23 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvframe.config.options import Use, make_with_options
-from kvframe.contract.errors import KVFrameError, PluginError, SpecError, StackError, WrapperError, listed, shown
-from kvframe.contract.event_publisher import EventPublisher
-from kvframe.contract.eviction import LRU, EvictionPolicy
+from kvframe.contract.errors import KVFrameError, PluginError, SpecError, StackError, WrapperError, listed
+from kvframe.contract.eviction import LRU
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.page_store import PageStore
-from kvframe.contract.proposer import Proposer
-from kvframe.contract.scheduling import FCFS, SchedulingPolicy
 from kvframe.contract.wrapper import MetadataWrapper
-from kvframe.loading.claims import KINDS
+from kvframe.loading.claims import KINDS, import_class
 from kvframe.loading.registry import Registry
 
 if TYPE_CHECKING:
     from kvframe.contract.backend import AttentionBackend
 
-MAX_DRAFTS = 64
-"""The most draft tokens of a request in a step."""
-
-UNREGISTERED: Mapping[tuple[str, str], type[Any]] = {
-    ("eviction", LRU.name): type(LRU),
-    ("format", PLAIN.name): type(PLAIN),
-    ("scheduling", FCFS.name): type(FCFS),
+UNREGISTERED: Mapping[tuple[str, str], str] = {
+    ("eviction", LRU.name): "kvframe.contract.eviction:LeastRecentlyUsed",
+    ("format", PLAIN.name): "kvframe.contract.formats:PlainFormat",
+    ("scheduling", "fcfs"): "kvframe_engine.contract.scheduling:FirstComeFirstServed",
 }
-"""Classes that a stack may name and no plugin registers, by kind and name."""
+"""Import strings of classes that a stack may name and no plugin registers, by kind and name."""
 
 _FORMAT_FORM = (
     'a format is given by its name, or as a table of a name and options: { name = "fp8_tensor", k_scale = 0.5 }'
@@ -40,7 +34,8 @@ T = TypeVar("T")
 
 def load_class(kind: str, name: str, registry: Registry) -> Any:
     """Return the class of a kind that a stack names; raises as ``Catalogue.load`` does."""
-    return UNREGISTERED.get((kind, name)) or registry.catalogues[kind].load(name)
+    target = UNREGISTERED.get((kind, name))
+    return registry.catalogues[kind].load(name) if target is None else import_class(target)
 
 
 def check_options(kind: str, use: Use, registry: Registry) -> None:
@@ -87,16 +82,14 @@ def make_backend_options(use: Use, backend_class: type[AttentionBackend]) -> Any
     return None
 
 
-def make_policy(use: Use, registry: Registry) -> EvictionPolicy:
-    """Return the eviction policy of ``[cache] eviction``; raise ``StackError`` if it cannot be made."""
-    policy: EvictionPolicy = _make("eviction", use, registry)
-    return policy
-
-
-def make_scheduling_policy(use: Use, registry: Registry) -> SchedulingPolicy:
-    """Return the scheduling policy of ``[engine] scheduling``; raise ``StackError`` if it cannot be made."""
-    policy: SchedulingPolicy = _make("scheduling", use, registry)
-    return policy
+def make_part(kind: str, use: Use, registry: Registry) -> Any:
+    """Return an instance of what a stack names, with its options; raise ``StackError`` if it cannot be made."""
+    try:
+        return make_with_use(kind, use, load_class(kind, use.name, registry))
+    except StackError:
+        raise
+    except KVFrameError as error:
+        raise StackError(f"{use.origin}: {error}") from error
 
 
 def make_page_stores(uses: Sequence[Use], registry: Registry) -> list[PageStore]:
@@ -104,35 +97,7 @@ def make_page_stores(uses: Sequence[Use], registry: Registry) -> list[PageStore]
 
     Raises ``StackError`` for one that cannot be made.
     """
-    return [_make("page_store", use, registry) for use in uses]
-
-
-def make_event_publisher(use: Use | None, registry: Registry) -> EventPublisher | None:
-    """Return the publisher of ``[cache] events``, or None; raise ``StackError`` if it cannot be made."""
-    return None if use is None else _make("event_publisher", use, registry)
-
-
-def make_proposer(use: Use | None, registry: Registry) -> Proposer | None:
-    """Return the proposer of ``[model] drafts``, or None; raise ``StackError`` if it cannot be made."""
-    if use is None:
-        return None
-    proposer: Proposer = _make("proposer", use, registry)
-    max_drafts = proposer.max_drafts
-    if type(max_drafts) is not int or not 1 <= max_drafts <= MAX_DRAFTS:
-        raise StackError(
-            f"{use.origin}: proposer {use.name!r}: max_drafts must be a whole number from 1 to {MAX_DRAFTS}, "
-            f"not {shown(max_drafts)}"
-        )
-    return proposer
-
-
-def _make(kind: str, use: Use, registry: Registry) -> Any:
-    try:
-        return make_with_use(kind, use, load_class(kind, use.name, registry))
-    except StackError:
-        raise
-    except KVFrameError as error:
-        raise StackError(f"{use.origin}: {error}") from error
+    return [make_part("page_store", use, registry) for use in uses]
 
 
 def default_format(use: Use | None, registry: Registry) -> KVFormat:

@@ -12,7 +12,6 @@ import attrs
 from kvframe.contract.errors import KVFrameError, PluginError, StackError, listed, nearest_of, shorten, shown
 from kvframe.contract.eviction import LRU
 from kvframe.contract.foreign import call, safe_reason
-from kvframe.contract.scheduling import FCFS
 from kvframe.contract.sizes import parse_bytes
 from kvframe.contract.specs import ITEM_BYTES
 from kvframe.loading.checks import (
@@ -240,7 +239,7 @@ class EngineOptions:
             with ``drafts`` is refused.
     """
 
-    scheduling: Use = attrs.field(default=Use(FCFS.name), converter=_as_use, metadata={KIND: "scheduling"})
+    scheduling: Use = attrs.field(default=Use("fcfs"), converter=_as_use, metadata={KIND: "scheduling"})
     reserve_prompts: bool = attrs.field(default=True, validator=SWITCH)
     max_samples: int = attrs.field(default=128, validator=WHOLE)
     max_stop_chars: int = attrs.field(default=8192, validator=WHOLE)

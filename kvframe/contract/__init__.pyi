@@ -49,9 +49,6 @@ from .formats import align_up as align_up
 from .hookspecs import API_VERSION as API_VERSION
 from .hookspecs import Register as Register
 from .hookspecs import hookimpl as hookimpl
-from .logits import LogitsProcessor as LogitsProcessor
-from .logits import ProcessedRequest as ProcessedRequest
-from .logits import Vocabulary as Vocabulary
 from .masks import AttentionMask as AttentionMask
 from .masks import MaskFunction as MaskFunction
 from .merging import lse_dtype as lse_dtype
@@ -78,15 +75,10 @@ from .order import BatchSplit as BatchSplit
 from .order import split_batch as split_batch
 from .page_store import OpenPageStore as OpenPageStore
 from .page_store import PageStore as PageStore
-from .proposer import DraftRequest as DraftRequest
-from .proposer import Proposer as Proposer
 from .ranges import RangeRuns as RangeRuns
 from .ranges import lookahead_ends as lookahead_ends
 from .relative_bias import bias_by_distance as bias_by_distance
 from .relative_bias import bias_columns as bias_columns
-from .scheduling import FCFS as FCFS
-from .scheduling import QueuedRequest as QueuedRequest
-from .scheduling import SchedulingPolicy as SchedulingPolicy
 from .sizes import parse_bytes as parse_bytes
 from .slots import Slots as Slots
 from .specs import ENCODER as ENCODER

@@ -1,9 +1,9 @@
 """How the contract grows: what a later version adds to its base classes reaches only the plugins that know it.
 
 A minor adds an argument with a default to a method, and hosts pass it. A plugin that was written before does not take
-it. So each base class of the contract is ``Growing``: if a subclass overrides a method without such an argument, the
-argument is left out when the method is called. This is found out once, when the class is defined. A method that takes
-all arguments is left as it is, so that calling it costs nothing more.
+it. So each base class of a contract names ``Growing`` among its bases: if a subclass overrides a method without such an
+argument, the argument is left out when the method is called. This is found out once, when the class is defined. A
+method that takes all arguments is left as it is, so that calling it costs nothing more.
 
 A minor may also add a method or a field. Its name begins with ``RESERVED``, so no plugin has something else of that
 name.
@@ -21,22 +21,21 @@ from kvframe.contract.errors import PluginError
 RESERVED = "kvframe_"
 """How the names of methods and fields begin that later versions add to the base classes of the contract."""
 
-_CONTRACT = __name__.rpartition(".")[0] + "."
 _OPTIONAL = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Growing:
-    """A base class of the contract, whose methods may get more arguments with a default in later versions."""
+    """Makes a class that names it a base class of a contract: later versions may add arguments with a default."""
 
     __slots__ = ()
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Leave arguments out that the class's methods do not take; refuse names that the contract keeps for itself."""
         super().__init_subclass__(**arguments)
-        if cls.__module__.startswith(_CONTRACT):
+        if Growing in cls.__bases__:
             return
-        bases = [base for base in cls.__mro__[1:] if base.__module__.startswith(_CONTRACT)]
+        bases = [base for base in cls.__mro__ if Growing in base.__bases__]
         for name, attribute in [*vars(cls).items(), *((name, None) for name in inspect.get_annotations(cls))]:
             promised = next((vars(base)[name] for base in bases if name in vars(base)), None)
             if name.startswith(RESERVED) and promised is None and not _declares(bases, name):

@@ -393,7 +393,7 @@ class LoadedModel(Growing, ABC):
         return ModelError(f"{self.description.name} has no tokenizer; give token ids instead of text")
 
 
-class PredictionHeads(LoadedModel):
+class PredictionHeads(LoadedModel, Growing):
     """The prediction heads of a model (multi-token prediction, arXiv 2412.19437, 2.2), attached as a model is.
 
     Head ``i`` is computed for the tokens from position ``i + 1`` on. For the token at ``p`` it takes the token, and the

@@ -428,7 +428,7 @@ class KVCacheSpec(Growing, ABC):
 
 
 @attrs.frozen(kw_only=True)
-class AttentionSpec(KVCacheSpec):
+class AttentionSpec(KVCacheSpec, Growing, ABC):
     """State that is one key and one value vector per token and KV head: the base of attention types.
 
     Attributes:

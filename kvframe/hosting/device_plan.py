@@ -7,11 +7,9 @@ from pathlib import Path
 
 import attrs
 
-from kvframe.config.choices import make_proposer
 from kvframe.config.options import Use
 from kvframe.contract.description import ModelShare
 from kvframe.contract.errors import KVFrameError, ModelError, shown
-from kvframe.hosting.drafts import draft_path
 from kvframe.hosting.setup import Setup
 from kvframe.planning.layer_file import LayerFiles
 from kvframe.planning.plan import KVCachePlan, TooLittleMemoryError
@@ -72,8 +70,7 @@ class DevicePlan:
         """The weights of a rank, and those of a draft model; raises ``ModelError`` if their bytes are not known."""
         num_bytes = [self.share.weight_bytes]
         stack, registry = self.whole.stack, self.whole.registry
-        proposer = make_proposer(stack.model.drafts, registry)
-        draft = None if proposer is None else draft_path(proposer, stack)
+        draft = self.whole.drafts.path
         if draft is not None:  # rank 0 has all of it
             reader = find_reader(draft, registry)
             dtype = with_dtype(stack, draft, reader, runs_here=False).model.dtype

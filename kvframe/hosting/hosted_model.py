@@ -14,7 +14,6 @@ import torch
 
 from kvframe.attention.layers import Layers, check_on_host_pages
 from kvframe.cache.live_range import LiveRange
-from kvframe.config.choices import make_proposer
 from kvframe.config.stack import Stack
 from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.errors import BackendError
@@ -62,18 +61,16 @@ class HostedModel:
 
         Raises:
             BackendError: A layer's spec stores something else than the host's pages hold. Or the host leaves out
-                tokens, and the stack names no wrapper for that, or the other way round. Or the stack's proposer has a
-                draft model or uses prediction heads (``another_model``), which the host would have to run.
+                tokens, and the stack names no wrapper for that, or the other way round. Or the stack names a
+                proposer (``drafts``), which kvframe's own engine calls.
             StackError: A rule matches no layer, or gives a spec an unknown option.
             SpecError: A layer's kind is not registered, or its options do not fit.
         """
-        proposer = make_proposer(stack.model.drafts, registry)
-        if proposer is not None and (proposer.uses_prediction_heads or proposer.draft_model() is not None):
-            other_model = "prediction heads" if proposer.uses_prediction_heads else "draft model"
+        if stack.model.drafts is not None:
             raise BackendError(
-                f"{stack.source}: model.drafts names {proposer.name!r}, whose {other_model} the host would have to "
-                "run; leave the key out, and use what the host has for drafts",
-                code="another_model",
+                f"{stack.source}: model.drafts names {stack.model.drafts.name!r}, and only kvframe's own engine calls "
+                "proposers; leave the key out, and use what the host has for drafts",
+                code="drafts",
             )
         if is_part:
             stack = attrs.evolve(stack, rules=tuple(attrs.evolve(rule, optional=True) for rule in stack.rules))

@@ -25,6 +25,8 @@ def load_model(
     tokenizer: Any = None,
     plugins: Sequence[ModuleType] = (),
     edit: EditLayer | None = None,
+    registry: Registry | None = None,
+    whole: bool = False,
 ) -> tuple[LoadedModel, Setup]:
     """Load a model from disk, or take one that is in memory, and set it up. It is not attached to any layers.
 
@@ -36,6 +38,8 @@ def load_model(
         plugins: Manifest modules to use beside the installed plugins.
         edit: Changes the types of layers: takes each layer that the model describes, and returns it, or one of the same
             name with another ``kind`` and ``options``. The stack's rules come after. None for the model's own types.
+        registry: Where names are looked up; None to load the stack's plugins and those of ``plugins``.
+        whole: Whether this process alone runs the model, although several processes serve another one together.
 
     Raises:
         KVFrameError: The stack, a plugin that it names, or the model is wrong.
@@ -43,13 +47,13 @@ def load_model(
     stack = Stack() if stack is None else stack
     if isinstance(source, str | Path):
         path, stack = Path(source), stack.with_device()
-        registry = _registry_of(stack, plugins)
+        registry = _registry_of(stack, plugins) if registry is None else registry
         stack.check_device()
         adapter = find_adapter(path, registry)
         stack = with_dtype(stack, path, adapter)
-        model = adapter.load(path, device=stack.model.device, dtype=stack.model.dtype)
+        model = adapter.load(path, device=stack.model.device, dtype=stack.model.dtype, whole=whole)
     else:
-        registry = _registry_of(stack, plugins)
+        registry = _registry_of(stack, plugins) if registry is None else registry
         model_in_memory = adopt_model(source, tokenizer, registry)
         model = model_in_memory.model
         stack = attrs.evolve(

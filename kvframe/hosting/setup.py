@@ -6,22 +6,17 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvframe.config.choices import (
-    make_event_publisher,
-    make_page_stores,
-    make_policy,
-    make_proposer,
-    make_scheduling_policy,
-)
+from kvframe import engine
+from kvframe.config.choices import make_page_stores, make_part
 from kvframe.config.options import Rule, Use
 from kvframe.contract.errors import StackError, shown
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.page_store import PageStore
-from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts, load_draft_model
+from kvframe.hosting.drafts import Drafts, check_draft_layers
 from kvframe.planning.groups import Grouping, group_layers
 from kvframe.planning.layer_file import LayerFiles
 from kvframe.planning.layer_specs import make_layer_specs, retyped_layers
@@ -38,10 +33,6 @@ if TYPE_CHECKING:
     from kvframe.contract.backend import KVCache
     from kvframe.contract.description import ModelDescription
     from kvframe.contract.event_publisher import EventPublisher
-    from kvframe.contract.eviction import EvictionPolicy
-    from kvframe.contract.model import LoadedModel
-    from kvframe.contract.proposer import Proposer
-    from kvframe.contract.scheduling import SchedulingPolicy
     from kvframe.contract.specs import LayerSpec
     from kvframe.loading.registry import Registry
     from kvframe.planning.plan import KVCachePlan
@@ -91,7 +82,10 @@ class Setup:
         """
         if dtype is not None:
             stack = attrs.evolve(stack, model=attrs.evolve(stack.model, dtype=dtype))
-        drafts = Drafts() if stack.model.drafts is None else find_drafts(description, stack, registry)
+        drafts = Drafts()
+        if stack.model.drafts is not None:
+            proposer = make_part("proposer", stack.model.drafts, registry)
+            drafts = engine.find_drafts(proposer, description, stack, registry)
         described = drafts.beside(description) if drafts.layers else description
         specs = make_layer_specs(described, registry, stack, stack.model.dtype, drafts.max_tokens)
         names = {layer.name for layer in description.layers}
@@ -268,23 +262,17 @@ class Setup:
         host = [host_capacity(plan, num_slabs)] if num_slabs else []
         return [*host, *(store_capacity(plan, store.name, _capacity_of(store)) for store in stores)]
 
-    @property
-    def eviction_policy(self) -> EvictionPolicy:
-        """A new instance of the policy that chooses the cached pages that are evicted first.
+    def make_part(self, kind: str, use: Use) -> Any:
+        """Return a new instance of what the stack names, such as its policy of eviction, with its options.
+
+        Args:
+            kind: A key of ``[plugins.owners]``, such as ``"eviction"``.
+            use: What the stack says, such as ``stack.cache.eviction``.
 
         Raises:
-            StackError: The stack's policy is unknown, cannot be imported, or does not take its options.
+            StackError: The name is unknown, its class cannot be imported, or does not take the options.
         """
-        return make_policy(self.stack.cache.eviction, self.registry)
-
-    @property
-    def scheduling_policy(self) -> SchedulingPolicy:
-        """A new instance of the policy that orders requests.
-
-        Raises:
-            StackError: The stack's policy is unknown, cannot be imported, or does not take its options.
-        """
-        return make_scheduling_policy(self.stack.engine.scheduling, self.registry)
+        return make_part(kind, use, self.registry)
 
     def make_page_stores(self) -> list[PageStore]:
         """Return the page stores of the stack, in the order in which they are asked.
@@ -300,15 +288,8 @@ class Setup:
         Raises:
             StackError: The publisher is unknown, cannot be imported, or does not take its options.
         """
-        return make_event_publisher(self.stack.cache.events, self.registry) if self.caches_prefixes else None
-
-    def make_proposer(self) -> Proposer | None:
-        """Return a new instance of the stack's proposer of draft tokens; None if the stack names none.
-
-        Raises:
-            StackError: The proposer is unknown, cannot be imported, or does not take its options.
-        """
-        return make_proposer(self.stack.model.drafts, self.registry)
+        use = self.stack.cache.events
+        return self.make_part("event_publisher", use) if use is not None and self.caches_prefixes else None
 
     def make_mover(self, views: Mapping[str, KVCache]) -> TokenMover | None:
         """Return what moves the tokens that layers keep of a prompt; None if all layers keep whole prompts.
@@ -390,86 +371,10 @@ class Setup:
         (choice,) = attrs.evolve(self, stack=stack)._choose((layer,), self.skipping)
         return choice
 
-    def load_draft(self, model: LoadedModel) -> LoadedModel | None:
-        """Return the prediction heads of the model, or the draft model that the stack's proposer names.
-
-        Each rank may have a part of the weights that heads share with the model, so every rank has to load them.
-
-        Args:
-            model: The model that is served; the set-up has layers that draft.
-
-        Returns:
-            The heads or the draft model; None if the model's adapter has no heads to run.
-
-        Raises:
-            StackError: The draft model cannot be loaded, or cannot continue the model's requests.
-            ModelError: The heads cannot be loaded.
-        """
-        if self.drafts.are_heads:
-            return model.load_prediction_heads()
-        return load_draft_model(model, self.draft_layers, self.stack, self.registry)
-
-    def of_draft(self, description: ModelDescription) -> Setup:
-        """Return the set-up of the layers that draft, by the names that the draft model knows, in the same plan.
-
-        Prefill skipping is for the layers of the served model only.
-
-        Args:
-            description: The draft model.
-        """
-        stack = attrs.evolve(self.stack, model=attrs.evolve(self.stack.model, prefill_skipping=None))
-        layers = tuple(
-            attrs.evolve(
-                layer,
-                name=_draft_name(layer.name),
-                shares_with=None if layer.shares_with is None else _draft_name(layer.shares_with),
-            )
-            for layer in self.draft_layers
-        )
-        setup = attrs.evolve(
-            self, description=description, layers=layers, draft_layers=(), drafts=Drafts(), stack=stack
-        )
-        # Both models share one plan, so these parts are not worked out again.
-        grouping = self.grouping
-        setup.__dict__.update(
-            plan=self.plan,
-            max_model_len=self.max_model_len,
-            grouping=attrs.evolve(
-                grouping,
-                groups=tuple(
-                    attrs.evolve(group, layers=tuple(map(_draft_name, group.layers))) for group in grouping.groups
-                ),
-                follows={_draft_name(name): _draft_name(owner) for name, owner in grouping.follows.items()},
-                step_local=tuple(map(_draft_name, grouping.step_local)),
-            ),
-            choices=tuple(
-                attrs.evolve(
-                    choice,
-                    layer=_draft_name(choice.layer),
-                    wrapped=attrs.evolve(choice.wrapped, name=_draft_name(choice.wrapped.name)),
-                )
-                for choice in self.draft_choices
-            ),
-        )
-        return setup
-
-    def draft_views(self, views: Mapping[str, KVCache]) -> dict[str, KVCache]:
-        """Return the state tensors of a pool by the names that ``of_draft`` gives the layers.
-
-        Args:
-            views: Each layer's state tensors, by its name in the plan.
-        """
-        return {_draft_name(name): view for name, view in views.items()}
-
     def _choose(self, layers: tuple[LayerSpec, ...], skipping: Skipping) -> tuple[Choice, ...]:
         from kvframe.selection.select import select_backends
 
         return select_backends(layers, self.stack, self.registry, self.device_type, skipping)
-
-
-def _draft_name(name: str) -> str:
-    """Return the name by which the draft model knows a layer; layers of the served model get one that it has not."""
-    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else f"served:{name}"
 
 
 def _capacity_of(store: PageStore) -> int | None:

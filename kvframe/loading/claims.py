@@ -33,7 +33,8 @@ class Kind:
 
     Attributes:
         label: Its name in messages.
-        base: Import string of the class that every target must subclass.
+        base: Import string of the class that every target must subclass. It is imported when a target is, since only
+            the engine has the classes of some kinds.
         name_attribute: The class attribute that must equal the registered name; None if there is none.
         reserved: Names that no plugin can register.
     """
@@ -56,10 +57,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "page_store": Kind("page store", "kvframe.contract.page_store:PageStore", "name"),
         "event_publisher": Kind("event publisher", "kvframe.contract.event_publisher:EventPublisher", "name"),
         "scheduling": Kind(
-            "scheduling policy", "kvframe.contract.scheduling:SchedulingPolicy", "name", reserved=frozenset({"fcfs"})
+            "scheduling policy", "kvframe_engine.contract:SchedulingPolicy", "name", reserved=frozenset({"fcfs"})
         ),
-        "proposer": Kind("proposer", "kvframe.contract.proposer:Proposer", "name"),
-        "logits_processor": Kind("logits processor", "kvframe.contract.logits:LogitsProcessor", "name"),
+        "proposer": Kind("proposer", "kvframe_engine.contract:Proposer", "name"),
+        "logits_processor": Kind("logits processor", "kvframe_engine.contract:LogitsProcessor", "name"),
         "model_adapter": Kind("model adapter", "kvframe.contract.model:ModelAdapter"),
     }
 )
@@ -106,6 +107,15 @@ def _is_older(version: str, least: str) -> bool:
         return Version(Version(version).base_version) < Version(least)
     except InvalidVersion:
         return False
+
+
+def import_class(target: str) -> Any:
+    """Return what an import string names; raise ``PluginError`` if that fails."""
+    module, _, path = target.partition(":")
+    part: Any = call(f"importing {module!r}", importlib.import_module, module)
+    for attribute in path.split("."):
+        part = call(f"looking for {path!r} in {module!r}", getattr, part, attribute)
+    return part
 
 
 @attrs.frozen
@@ -190,10 +200,9 @@ class Claim:
         old_versions = self.outdated()
         if old_versions:
             raise self._error(f"needs {'; '.join(old_versions)}")
-        part_class = self._import() if isinstance(self.target, str) else self.target
-        module, _, attribute = KINDS[self.kind].base.partition(":")
-        base = getattr(importlib.import_module(module), attribute)
         try:
+            part_class = import_class(self.target) if isinstance(self.target, str) else self.target
+            base = import_class(KINDS[self.kind].base)
             unfit = call("reading what it declares", self._why_unfit, part_class, base)
         except PluginError as error:
             raise self._error(str(error)) from error.__cause__
@@ -249,17 +258,6 @@ class Claim:
             return problem
         own_name = getattr(part_class, kind.name_attribute) if kind.name_attribute else self.name
         return "" if own_name == self.name else f"has {kind.name_attribute} = {own_name!r}, not the registered name"
-
-    def _import(self) -> Any:
-        assert isinstance(self.target, str)
-        module, _, path = self.target.partition(":")
-        try:
-            part: Any = call(f"importing {module!r}", importlib.import_module, module)
-            for attribute in path.split("."):
-                part = call(f"looking for {path!r} in {module!r}", getattr, part, attribute)
-        except PluginError as error:
-            raise self._error(str(error)) from error.__cause__
-        return part
 
     def _error(self, reason: str) -> PluginError:
         hint = f"; try: {self.install}" if self.install else ""

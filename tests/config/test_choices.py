@@ -8,17 +8,17 @@ from typing import Any, ClassVar
 
 import attrs
 import pytest
+from kvframe_engine.contract.scheduling import FCFS, QueuedRequest, SchedulingPolicy
 from kvframe_priority.policy import Priority
 from kvframe_scan_resistant.policy import ScanResistant
 from kvframe_valkey.store import ValkeyStore
 
 from kvframe import Engine, SamplingParams, Setup
-from kvframe.config.choices import make_page_stores, make_policy, make_scheduling_policy
+from kvframe.config.choices import make_page_stores, make_part
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import StackError
 from kvframe.contract.eviction import LRU, EvictionPolicy
 from kvframe.contract.page_store import PageStore
-from kvframe.contract.scheduling import FCFS, QueuedRequest, SchedulingPolicy
 from kvframe.loading.plugins import load_plugins
 from tests.engine.scripted_model import ScriptedModel
 from tests.support.commands import run
@@ -41,7 +41,8 @@ def chosen(cache: dict[str, Any], **tables: Any) -> EvictionPolicy:
     stack = Stack.from_mapping({"cache": cache, **tables}, "my.toml")
     registry = load_plugins(stack.plugins).registry
     stack.check(registry)
-    return make_policy(stack.cache.eviction, registry)
+    policy: EvictionPolicy = make_part("eviction", stack.cache.eviction, registry)
+    return policy
 
 
 def refusal(cache: dict[str, Any], **tables: Any) -> str:
@@ -75,7 +76,8 @@ def scheduled_by(choice: Any) -> SchedulingPolicy:
     stack = Stack.from_mapping({"engine": {"scheduling": choice}}, "my.toml")
     registry = load_plugins(plugins=[plugin("mine", scheduling_policies={"mine": Mine})]).registry
     stack.check(registry)
-    return make_scheduling_policy(stack.engine.scheduling, registry)
+    policy: SchedulingPolicy = make_part("scheduling", stack.engine.scheduling, registry)
+    return policy
 
 
 def test_a_name_or_a_table_chooses_a_scheduling_policy() -> None:

@@ -15,8 +15,6 @@ from kvframe.contract.growth import RESERVED, Growing
 class Base(Growing, ABC):
     """A base class of a later version: the arguments ``later`` and ``last`` were added to its methods."""
 
-    __module__ = "kvframe.contract.later"
-
     @abstractmethod
     def forward(self, layer: str, out: Any = None, later: int = 0, *, last: int = 0) -> Any:
         """Return what it was given."""
@@ -107,8 +105,7 @@ def test_a_backend_need_not_take_what_it_does_not_declare() -> None:
 
 def test_specs_with_slots_are_fitted_and_extended_too() -> None:
     @attrs.frozen(kw_only=True)
-    class Later(AttentionSpec):
-        __module__ = "kvframe.contract.later"
+    class Later(AttentionSpec, Growing):
         kind = "later"
         kvframe_later: int = 7
 

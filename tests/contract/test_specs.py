@@ -461,7 +461,7 @@ def test_the_kit_says_that_refused_tokens_leave_no_state() -> None:
 
 def test_checking_specs_policies_and_page_stores_needs_no_torch_and_the_kit_no_test_framework() -> None:
     code = (
-        "import sys, kvframe_testing.laws, kvframe_testing.eviction, kvframe_testing.scheduling;"
+        "import sys, kvframe_testing.laws, kvframe_testing.eviction, kvframe_engine.testing.scheduling;"
         "import kvframe_testing.page_stores; print('torch' in sys.modules);"
         "import kvframe_testing.conformance; print('pytest' in sys.modules or 'hypothesis' in sys.modules)"
     )

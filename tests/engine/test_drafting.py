@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.contract import DraftRequest, Proposer
 from kvframe_engine.requests.request import Request, SamplingParams
 from kvframe_engine.scheduling import drafting
 from kvframe_engine.scheduling.drafting import Drafting
@@ -18,7 +19,6 @@ from kvframe_engine.scheduling.pace import MAX_PAUSE, Pace
 from kvframe_engine.scheduling.scheduler import Scheduler
 from kvframe_engine.scheduling.step import PackedStep, ScheduledStep
 
-from kvframe.contract import DraftRequest, Proposer
 from tests.engine.test_scheduler import CountingCache
 
 

@@ -10,15 +10,16 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.contract import FCFS, QueuedRequest, SchedulingPolicy
 from kvframe_engine.requests.request import Request, SamplingParams
 from kvframe_engine.scheduling.ordered_queue import OrderedQueue
 from kvframe_engine.scheduling.scheduler import Scheduler
+from kvframe_engine.testing.scheduling import check_scheduling
 from kvframe_priority.policy import Priority
 from kvframe_testing.laws import ConformanceError
-from kvframe_testing.scheduling import check_scheduling
 
 from kvframe import Hints
-from kvframe.contract import FCFS, PluginError, QueuedRequest, RequestError, SchedulingPolicy
+from kvframe.contract import PluginError, RequestError
 from kvframe.contract.errors import shown
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_scheduler import CountingCache, complete

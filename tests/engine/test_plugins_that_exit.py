@@ -9,11 +9,12 @@ import attrs
 import numpy.typing as npt
 import pytest
 import torch
+from kvframe_engine.contract import DraftRequest, Proposer
 
 from kvframe import Engine, SamplingParams, Setup, Stack, load_plugins
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.contract import DraftRequest, ModelError, Proposer
+from kvframe.contract import ModelError
 from kvframe.contract.backend import AttentionMetadataBuilder
 from kvframe.contract.eviction import LRU, EvictionPolicy, ReleasedPages
 from kvframe.contract.metadata import CommonAttentionMetadata

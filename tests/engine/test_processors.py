@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from kvframe_engine.contract import LogitsProcessor, ProcessedRequest, Vocabulary
 
 from kvframe import Engine, SamplingParams, Setup, load_plugins
 from kvframe.config.stack import Stack
-from kvframe.contract import LogitsProcessor, ProcessedRequest, RequestError, Vocabulary
+from kvframe.contract import RequestError
 from tests.engine.scripted_model import ScriptedModel
 from tests.support.plugins import plugin
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import kvframe_engine.contract
 
 import kvframe.contract
 from kvframe.contract.hookspecs import HookSpecs
@@ -23,9 +24,10 @@ Snapshot = dict[str, Any]
 
 
 def take() -> Snapshot:
-    """Return each exported name: a constant's type, or the parameters of what can be called, with its members."""
-    found = {name: _of(getattr(kvframe.contract, name)) for name in sorted(kvframe.contract.__all__)}
-    return {**found, "HookSpecs": _of(HookSpecs)}
+    """Return each name of both contracts: a constant's type, or the parameters of what can be called, with members."""
+    contracts = (kvframe.contract, kvframe_engine.contract)
+    found = {name: _of(getattr(contract, name)) for contract in contracts for name in contract.__all__}
+    return {**dict(sorted(found.items())), "HookSpecs": _of(HookSpecs)}
 
 
 def _of(value: Any) -> Any:

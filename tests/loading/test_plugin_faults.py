@@ -25,7 +25,7 @@ from kvframe.attention.group import form_groups
 from kvframe.attention.layer import AttentionLayer, GroupStep
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.config.choices import make_policy
+from kvframe.config.choices import make_part
 from kvframe.contract import hookimpl
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.description import LayerDescription, ModelDescription
@@ -339,7 +339,7 @@ def use_policy(registry: Registry) -> None:
     plan = plan_cache(
         group_layers(layers_of(stack, registry)), memory_bytes=1 << 20, max_model_len=64, max_num_batched_tokens=64
     )
-    KVCacheManager(plan, max_num_seqs=1, eviction=make_policy(stack.cache.eviction, registry))
+    KVCacheManager(plan, max_num_seqs=1, eviction=make_part("eviction", stack.cache.eviction, registry))
 
 
 def use_spec(registry: Registry) -> None:

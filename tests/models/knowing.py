@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import attrs
+from kvframe_engine.contract import DraftRequest, Proposer
 
-from kvframe.contract import DraftRequest, Proposer
 from tests.support.plugins import plugin
 
 MAX_DRAFTS = 4

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 import torch
+from kvframe_engine.contract import DraftRequest
 
 from kvframe import SamplingParams, load_plugins
-from kvframe.contract import DraftRequest, StackError
+from kvframe.contract import StackError
 from tests.attention.capturable import CapturableReference
 from tests.engine.scripted_model import ScriptedModel
 from tests.models import encoder_decoder

@@ -16,6 +16,7 @@ from typing import Any, cast
 import attrs
 import pytest
 import torch
+from kvframe_engine.contract import DraftRequest
 from kvframe_engine.running.heads_runner import HeadsRunner
 from kvframe_engine.running.model_runner import Compute, TokenRunner
 from kvframe_mtp.proposer import MTPProposer
@@ -29,7 +30,6 @@ from kvframe.attention.batch_metadata import StepBatch
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract import (
-    DraftRequest,
     LayerSpec,
     ModelDescription,
     ModelError,

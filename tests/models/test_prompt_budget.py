@@ -11,10 +11,10 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_engine.contract import DraftRequest
 from kvframe_ngram.proposer import NgramProposer
 
 from kvframe import Engine, SamplingParams, load_plugins
-from kvframe.contract import DraftRequest
 from tests.covering import cover_values, keep
 from tests.models.serving import GREEDY, NUM_NEW_TOKENS, PROMPTS, TinyModel, Tokens, held_pages, ids, served
 from tests.support.engines import scheduler_of

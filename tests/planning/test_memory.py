@@ -162,7 +162,7 @@ def test_whatever_grows_with_a_limit_is_refused(what: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"memory": 2**43}, r"the host has no \d+ bytes: \d+ for the cache, 0 for evicted blocks"),
+        ({"memory": 2**43}, r"the host has no \d+ bytes in all: \d+ for the cache, 0 for evicted blocks"),
         ({"host_memory": MAX_SIZE}, r"for the cache, \d+ for evicted blocks"),
         ({"max_num_seqs": MAX_WHOLE}, f"for the tokens of {MAX_WHOLE} requests of 512"),
     ],

@@ -41,6 +41,7 @@ MAX_NAMES_OF_A_HOST = 25
 FLOW = (
     ("contract",),
     ("loading",),
+    ("engine",),
     ("config",),
     ("planning",),
     ("cache",),
@@ -48,11 +49,11 @@ FLOW = (
     ("selection",),
     ("attention",),
     ("hosting",),
-    ("engine",),
     ("cli", "__main__"),
 )
 # The flow of the engine, which is a plugin.
 ENGINE_FLOW = (
+    ("contract",),
     ("requests",),
     ("host_storage", "pool_pages", "tiers"),
     ("scheduling",),
@@ -93,8 +94,9 @@ ALSO_TORCH_FREE = (
 )
 
 # What plugins and their tests may import of the core: the names of ``kvframe`` and ``kvframe.routing``, the contract,
-# and what commands share.
+# and what commands share; and of another distribution that they require: its contract.
 PUBLIC = re.compile(r"kvframe(\.routing)?|kvframe\.contract(\.\w+)?|kvframe\.cli\.(options|pages|render)")
+CONTRACT_OF_A_PLUGIN = re.compile(r"(kvframe_\w+)\.contract(\.\w+)?")
 # Plugins that are another plugin in a further environment, and hosts, which share how page stores are used.
 BUILT_ON = {
     "kvframe_engine": {"kvframe_stores"},
@@ -295,13 +297,30 @@ def test_the_tests_of_plugins_import_public_modules_only() -> None:
 def test_a_plugin_imports_no_other_plugin() -> None:
     others = {}
     for path in PLUGIN_FILES:
-        package = path.relative_to(ROOT / "plugins").parts[2]
-        imported = {name.split(".")[0] for name in all_imports(path) if name.startswith("kvframe_")}
+        folder, _, package = path.relative_to(ROOT / "plugins").parts[:3]
+        imported = {name for name in all_imports(path) if name.startswith("kvframe_")}
         allowed = {package, "kvframe_kernels", *BUILT_ON.get(package, ())}
         if "testing" in path.with_suffix("").parts:
             allowed.add("kvframe_testing")
-        others[path.relative_to(ROOT).as_posix()] = imported - allowed
+        others[path.relative_to(ROOT).as_posix()] = {
+            name for name in imported if name.split(".")[0] not in allowed and not is_promised_to(folder, name)
+        }
     assert {} == {name: imported for name, imported in others.items() if imported}
+
+
+def is_promised_to(folder: str, module: str) -> bool:
+    """Return whether a module belongs to the contract of a distribution that a plugin here requires."""
+    promised = CONTRACT_OF_A_PLUGIN.fullmatch(module)
+    text = (ROOT / "plugins" / folder / "pyproject.toml").read_text(encoding="utf-8")
+    required = tomllib.loads(text)["project"].get("dependencies", [])
+    return promised is not None and any(each.startswith(f"{promised[1].replace('_', '-')}>") for each in required)
+
+
+def test_the_contract_of_a_distribution_is_for_plugins_that_require_it() -> None:
+    assert is_promised_to("ngram", "kvframe_engine.contract")
+    assert is_promised_to("ngram", "kvframe_engine.contract.proposer")
+    assert not is_promised_to("ngram", "kvframe_engine.scheduling.drafting")
+    assert not is_promised_to("disk", "kvframe_engine.contract")
 
 
 def test_every_plugin_here_states_a_version_of_the_contract_that_there_is() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import attrs
 import click
+import kvframe_engine.contract
 import pytest
 from kvframe_serve.metrics import EngineMetrics, RequestTimes
 from kvframe_testing import grid
@@ -530,7 +531,7 @@ def test_each_of_the_three_names_has_a_page_that_the_readme_leads_to(name: str) 
 def test_every_public_name_has_a_page_of_its_own(tmp_path: Path) -> None:
     program, page = of_docs("reference"), read("docs/reference.md")
     assert program["with_tables"](page) == page, "run python docs/reference.py"
-    names = {*kvframe.__all__, *contract.__all__, "HookSpecs"}
+    names = {*kvframe.__all__, *contract.__all__, *kvframe_engine.contract.__all__, "HookSpecs"}
     assert names == {*re.findall(r"^\| \[`(\w+)`\]", page, re.MULTILINE)}
     folder = tmp_path / "api"
     folder.mkdir()

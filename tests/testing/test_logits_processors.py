@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from kvframe_engine.contract import LogitsProcessor, ProcessedRequest, Vocabulary
 from kvframe_engine.testing.logits_processors import (
     byte_tokenizer_json,
     check_logits_processor,
@@ -15,7 +16,7 @@ from kvframe_engine.testing.logits_processors import (
 from kvframe_testing.laws import ConformanceError
 from tokenizers import Tokenizer
 
-from kvframe.contract import LogitsProcessor, ProcessedRequest, RequestError, Vocabulary
+from kvframe.contract import RequestError
 
 VOCABULARY = Vocabulary(size=9, eos_token_ids=frozenset({8}))
 

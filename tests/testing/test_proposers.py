@@ -7,10 +7,9 @@ from typing import Any
 
 import attrs
 import pytest
+from kvframe_engine.contract import DraftRequest, Proposer
 from kvframe_engine.testing.proposers import check_proposer
 from kvframe_testing.laws import ConformanceError
-
-from kvframe.contract import DraftRequest, Proposer
 
 
 @attrs.define(kw_only=True, eq=False)

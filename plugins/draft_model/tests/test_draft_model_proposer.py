@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 from kvframe_draft_model.proposer import DraftModelProposer
+from kvframe_engine.contract import DraftRequest
 from kvframe_engine.testing.suites import ProposerTests
-
-from kvframe.contract import DraftRequest
 
 
 class TestDraftModel(ProposerTests):

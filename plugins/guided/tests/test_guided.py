@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_engine.contract import ProcessedRequest, Vocabulary
 from kvframe_engine.testing.logits_processors import check_logits_processor
 from kvframe_guided.processor import Guided
 from kvframe_transformers.testing import save_tiny
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvframe
 from kvframe import Engine, SamplingParams, Stack
-from kvframe.contract import ProcessedRequest, RequestError, Vocabulary
+from kvframe.contract import RequestError
 
 END = 256
 SCHEMA = {

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from kvframe_engine.contract import DraftRequest
 from kvframe_engine.testing.suites import ProposerTests
 from kvframe_mtp.proposer import MTPProposer
-
-from kvframe.contract import DraftRequest
 
 
 class TestMTP(ProposerTests):

@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.contract import DraftRequest
 from kvframe_engine.testing.suites import ProposerTests
 from kvframe_ngram.proposer import NgramIndex, NgramProposer
 from kvframe_ngram.shared import MAX_SALTS, GeneratedTexts, SharedTexts
-
-from kvframe.contract import DraftRequest
 
 Tokens = Sequence[int]
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
+from kvframe_engine.contract import QueuedRequest
+from kvframe_engine.testing.suites import SchedulingTests
 from kvframe_priority.policy import Priority
-from kvframe_testing.suites import SchedulingTests
-
-from kvframe.contract import QueuedRequest
 
 
 def order(policy: Priority, arrival: float, priority: int = 0, num_others: int = 0) -> float:

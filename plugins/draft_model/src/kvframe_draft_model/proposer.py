@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import attrs
-
-from kvframe.contract import DraftRequest, Proposer
+from kvframe_engine.contract import DraftRequest, Proposer
 
 
 def _path(instance: object, attribute: attrs.Attribute[str], value: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import attrs
@@ -16,7 +17,7 @@ from kvframe import (
     Layers,
     Setup,
     Stack,
-    check_host_bytes,
+    allocating,
 )
 from kvframe.contract.backend import KVCache, PageCopier
 from kvframe.contract.errors import PluginError, StackError
@@ -24,6 +25,7 @@ from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.model import LoadedModel, PredictionHeads
 from kvframe.contract.specs import LayerSpec
+from kvframe_engine.drafts import draft_views, load_draft, setup_of_draft
 from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.ranks.agreement import agree
 from kvframe_engine.ranks.fingerprint import Fingerprint
@@ -133,7 +135,7 @@ def check_ranks_keep_prompts(setup: Setup) -> None:
 def _load_draft(model: LoadedModel, setup: Setup, ranks: Leader | Follower | None) -> LoadedModel | None:
     """Return what drafts for the model; None on another rank than 0, which loads only its share of the heads."""
     is_follower = isinstance(ranks, Follower)
-    draft = None if is_follower and not setup.drafts.are_heads else setup.load_draft(model)
+    draft = None if is_follower and not setup.drafts.are_heads else load_draft(model, setup)
     return None if is_follower else draft
 
 
@@ -144,8 +146,8 @@ def _assemble_draft(assembly: Assembly, draft: LoadedModel) -> Assembly:
         assembly: The set-up of the served model, planned for the layers of both.
         draft: The draft model.
     """
-    setup = assembly.setup.of_draft(draft.description)
-    views = assembly.setup.draft_views(assembly.storage.views)
+    setup = setup_of_draft(assembly.setup, draft.description)
+    views = draft_views(assembly.storage.views)
     # What heads keep between steps is read and written by their runner, and not in their forward.
     has_heads = isinstance(draft, PredictionHeads)
     stored_layers = [layer for layer in setup.layers if layer.query is None] if has_heads else []
@@ -202,13 +204,14 @@ def _assemble(
 ) -> Assembly:
     stack = setup.stack
     device = torch.device(stack.model.device)
-    _check_memory(plan, stack, device, host_slabs)
     make_storage: Callable[..., KVCacheStorage] = KVCacheStorage
     make_host: Callable[..., HostStorage] = HostStorage
     if leader is not None:
         make_storage, make_host = partial(LeadingStorage, leader), partial(LeadingHostStorage, leader)
-    storage = make_storage(plan, setup.grouping, device)
     copier = find_page_copier(setup.choices)
+    with _allocating_all(plan, stack, device, host_slabs):
+        storage = make_storage(plan, setup.grouping, device)
+        host = make_host(plan, storage.pool, host_slabs, copy_pages=copier) if host_slabs else None
     return Assembly(
         model=model,
         setup=setup,
@@ -216,20 +219,22 @@ def _assemble(
         plan=plan,
         storage=storage,
         views=storage.views,
-        host=make_host(plan, storage.pool, host_slabs, copy_pages=copier) if host_slabs else None,
+        host=host,
         layers=setup.make_layers(storage.views, plan),
     )
 
 
-def _check_memory(plan: KVCachePlan, stack: Stack, device: torch.device, host_slabs: int) -> None:
+def _allocating_all(
+    plan: KVCachePlan, stack: Stack, device: torch.device, host_slabs: int
+) -> AbstractContextManager[None]:
     """Raise if the host's memory is too small for the sum of the cache, the host memory and the tokens."""
     pool = plan.total_bytes if device.type == "cpu" else 0
     host, tokens = host_slabs * plan.slab_bytes, 8 * stack.limits.max_num_seqs * plan.max_model_len
-    check_host_bytes(
+    return allocating(
         pool + host + tokens,
-        f"the host has no {pool + host + tokens} bytes: {pool} for the cache, {host} for evicted blocks and {tokens} "
-        f"for the tokens of {stack.limits.max_num_seqs} requests of {plan.max_model_len}; ask for less memory, "
-        "host_memory, max_num_seqs or max_model_len",
+        f"in all: {pool} for the cache, {host} for evicted blocks and {tokens} for the tokens of "
+        f"{stack.limits.max_num_seqs} requests of {plan.max_model_len}",
+        "less memory, host_memory, max_num_seqs or max_model_len",
     )
 
 

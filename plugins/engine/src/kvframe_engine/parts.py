@@ -11,6 +11,7 @@ from kvframe.contract.errors import StackError
 from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel, PredictionHeads
 from kvframe_engine.assembly import Assembly, assemble_plain
+from kvframe_engine.contract.proposer import Proposer
 from kvframe_engine.diagnosis import check_model, compare
 from kvframe_engine.prefixes.fingerprint import layout_of
 from kvframe_engine.ranks.follower import Follower
@@ -61,7 +62,7 @@ def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
         copier=storage.copy_pages,
         mover=assembly.setup.make_mover(assembly.views),
         audited=cache.audit,
-        eviction=assembly.setup.eviction_policy,
+        eviction=assembly.setup.make_part("eviction", assembly.stack.cache.eviction),
         max_kept_share=cache.max_kept_percent / 100,
     )
     if poison_freed:
@@ -140,9 +141,10 @@ def make_scheduler(
     Raises:
         StackError: The proposer needs hidden states, and nothing gives it any (``no_hidden_states``).
     """
-    limits, proposer = assembly.stack.limits, assembly.setup.make_proposer()
+    limits, drafts = assembly.stack.limits, assembly.stack.model.drafts
     drafting: Drafting[RequestT] | None = None
-    if proposer is not None:
+    if drafts is not None:
+        proposer: Proposer = assembly.setup.make_part("proposer", drafts)
         if proposer.needs_hidden_states and not assembly.model.can_give_hidden_states():
             raise StackError(
                 f"{assembly.stack.source}: model.drafts: proposer {proposer.name!r} needs hidden states, and the "
@@ -164,7 +166,7 @@ def make_scheduler(
         reserve_prompts=assembly.stack.engine.reserve_prompts,
         drafting=drafting,
         tiers=tiers,
-        policy=assembly.setup.scheduling_policy,
+        policy=assembly.setup.make_part("scheduling", assembly.stack.engine.scheduling),
     )
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
+from kvframe_engine.contract import LogitsProcessor, ProcessedRequest, Vocabulary
 from llguidance import LLMatcher, LLTokenizer
 
-from kvframe.contract import LogitsProcessor, ProcessedRequest, RequestError, Vocabulary, shown
+from kvframe.contract import RequestError, shown
 
 MOST_BYTES = 1 << 16
 """The most bytes of a grammar: it is compiled between two steps of the engine."""

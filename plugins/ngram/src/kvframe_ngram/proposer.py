@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import attrs
+from kvframe_engine.contract import DraftRequest, Proposer
 
-from kvframe.contract import DraftRequest, Proposer
 from kvframe_ngram.shared import SharedTexts
 
 MOST_SEARCHED = 1024

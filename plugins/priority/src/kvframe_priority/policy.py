@@ -6,8 +6,7 @@ import math
 from typing import ClassVar
 
 import attrs
-
-from kvframe.contract import QueuedRequest, SchedulingPolicy
+from kvframe_engine.contract import QueuedRequest, SchedulingPolicy
 
 MOST_LEVELS = 1000
 

@@ -32,7 +32,7 @@ MAKERS: Mapping[str, str] = {
     "wrapper": "kvframe_testing.wrappers:wrapper_checks",
     "format": "kvframe_testing.formats:format_checks",
     "eviction": "kvframe_testing.eviction:policy_checks",
-    "scheduling": "kvframe_testing.scheduling:scheduling_checks",
+    "scheduling": "kvframe.engine:scheduling_checks",
     "page_store": "kvframe_testing.page_stores:page_store_checks",
     "event_publisher": "kvframe_testing.event_publishers:publisher_checks",
     "model_adapter": "kvframe.engine:adapter_checks",

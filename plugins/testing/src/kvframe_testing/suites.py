@@ -25,7 +25,6 @@ from kvframe.contract.event_publisher import EventPublisher
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.page_store import PageStore
-from kvframe.contract.scheduling import SchedulingPolicy
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.plugins import load_plugins
@@ -204,14 +203,6 @@ class EvictionTests(KitTests):
 
     kind, part = "eviction", "policy"
     policy: ClassVar[str | type[EvictionPolicy]]
-    options: ClassVar[Mapping[str, Any]] = {}
-
-
-class SchedulingTests(KitTests):
-    """Tests of a scheduling policy, ``policy``, with ``options``: the laws for requests of several kinds."""
-
-    kind, part = "scheduling", "policy"
-    policy: ClassVar[str | type[SchedulingPolicy]]
     options: ClassVar[Mapping[str, Any]] = {}
 
 

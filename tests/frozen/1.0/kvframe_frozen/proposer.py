@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import attrs
-
-from kvframe.contract import DraftRequest, Proposer
+from kvframe_engine.contract import DraftRequest, Proposer
 
 
 @attrs.define(kw_only=True, eq=False)

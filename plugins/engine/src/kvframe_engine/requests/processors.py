@@ -11,8 +11,8 @@ import attrs
 from kvframe import Registry
 from kvframe.contract.errors import KVFrameError, ModelError, PluginError, RequestError
 from kvframe.contract.foreign import call
-from kvframe.contract.logits import LogitsProcessor, Vocabulary
 from kvframe.contract.model import LoadedModel
+from kvframe_engine.contract.logits import LogitsProcessor, Vocabulary
 from kvframe_engine.requests.params import bad_params
 
 

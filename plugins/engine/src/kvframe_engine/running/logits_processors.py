@@ -21,8 +21,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from kvframe.contract.errors import PluginError
 from kvframe.contract.foreign import call
-from kvframe.contract.logits import LogitsProcessor, ProcessedRequest
 from kvframe.contract.order import IntArray
+from kvframe_engine.contract.logits import LogitsProcessor, ProcessedRequest
 from kvframe_engine.requests.params import SamplingParams
 from kvframe_engine.requests.processors import Started
 from kvframe_engine.requests.request import Request

@@ -28,7 +28,7 @@ import numpy as np
 
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
-from kvframe.contract.proposer import DraftRequest, Proposer
+from kvframe_engine.contract.proposer import DraftRequest, Proposer
 from kvframe_engine.requests.progress import RequestT
 from kvframe_engine.scheduling.pace import MAX_PAUSE, Pace
 from kvframe_engine.scheduling.request_blocks import RequestCache

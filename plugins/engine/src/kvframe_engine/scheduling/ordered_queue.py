@@ -13,7 +13,7 @@ from typing import Any, Generic
 
 from kvframe.contract.errors import PluginError
 from kvframe.contract.foreign import call
-from kvframe.contract.scheduling import FCFS, QueuedRequest, SchedulingPolicy
+from kvframe_engine.contract.scheduling import FCFS, QueuedRequest, SchedulingPolicy
 from kvframe_engine.requests.progress import RequestT
 
 _log = logging.getLogger("kvframe")

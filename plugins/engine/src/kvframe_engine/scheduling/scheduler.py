@@ -45,7 +45,7 @@ import numpy as np
 from kvframe.contract.errors import KVFrameError
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
-from kvframe.contract.scheduling import FCFS, SchedulingPolicy
+from kvframe_engine.contract.scheduling import FCFS, SchedulingPolicy
 from kvframe_engine.requests.progress import FinishReason, RequestProgress, RequestT
 from kvframe_engine.scheduling.drafting import Continue, Drafting
 from kvframe_engine.scheduling.fair_queue import FairQueue

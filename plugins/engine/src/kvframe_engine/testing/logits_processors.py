@@ -14,7 +14,7 @@ from kvframe_testing.laws import ConformanceError
 
 from kvframe.contract.errors import PluginError, RequestError
 from kvframe.contract.foreign import call
-from kvframe.contract.logits import LogitsProcessor, ProcessedRequest, Vocabulary
+from kvframe_engine.contract.logits import LogitsProcessor, ProcessedRequest, Vocabulary
 
 NUM_STEPS = 12
 """The most tokens of each answer of a check."""

@@ -13,7 +13,7 @@ from kvframe_testing.laws import ConformanceError
 
 from kvframe.contract.errors import PluginError
 from kvframe.contract.foreign import call, safe_repr
-from kvframe.contract.proposer import DraftRequest, Proposer
+from kvframe_engine.contract.proposer import DraftRequest, Proposer
 
 NUM_STEPS = 60
 """Steps of a check."""

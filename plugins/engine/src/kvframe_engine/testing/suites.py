@@ -10,9 +10,10 @@ from kvframe_testing.checks import Checks, make_checks
 from kvframe_testing.laws import ConformanceError
 from kvframe_testing.suites import KitTests
 
-from kvframe.contract.logits import LogitsProcessor
 from kvframe.contract.model import ModelAdapter
-from kvframe.contract.proposer import Proposer
+from kvframe_engine.contract.logits import LogitsProcessor
+from kvframe_engine.contract.proposer import Proposer
+from kvframe_engine.contract.scheduling import SchedulingPolicy
 
 
 class AdapterTests(KitTests):
@@ -48,4 +49,12 @@ class LogitsProcessorTests(KitTests):
 
     kind, part = "logits_processor", "processor"
     processor: ClassVar[str | type[LogitsProcessor]]
+    options: ClassVar[Mapping[str, Any]] = {}
+
+
+class SchedulingTests(KitTests):
+    """Tests of a scheduling policy, ``policy``, with ``options``: the laws for requests of several kinds."""
+
+    kind, part = "scheduling", "policy"
+    policy: ClassVar[str | type[SchedulingPolicy]]
     options: ClassVar[Mapping[str, Any]] = {}

@@ -39,11 +39,16 @@ _DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
 )
 """What a plugin of each kind is, in a sentence; the keys are the kinds."""
 
-_SERVED = ("adapter", "logits_processor", "proposer")
+_OF_ENGINE = ("logits_processor", "proposer", "scheduling")
+"""The kinds that only the engine serves, whose classes come from its contract."""
+
+_SERVED = ("adapter", *_OF_ENGINE)
 """The kinds whose tests need the engine."""
 
 _COMPUTE = ("adapter", "backend", "logits_processor", "wrapper")
 """The kinds that import torch."""
+
+_ENGINE = "kvframe-engine>=0.9"
 
 
 @click.command("new-plugin", short_help="Write a plugin that works, with its tests.")
@@ -93,8 +98,10 @@ def render(name: str, kind: str) -> dict[str, str]:
         "{description}": _DESCRIPTIONS[kind],
         "{api}": f"v{API_VERSION.replace('.', '_')}",
         "{keyword}": _dashed(kind),
-        "{dependencies}": _quoted("attrs>=23.2", "kvframe>=0.9", *["torch>=2.11"] * (kind in _COMPUTE)),
-        "{test}": _quoted(*["kvframe-engine>=0.9"] * (kind in _SERVED), "kvframe-testing>=0.9", "pytest>=8"),
+        "{dependencies}": _quoted(
+            "attrs>=23.2", "kvframe>=0.9", *[_ENGINE] * (kind in _OF_ENGINE), *["torch>=2.11"] * (kind in _COMPUTE)
+        ),
+        "{test}": _quoted(*[_ENGINE] * (kind in _SERVED), "kvframe-testing>=0.9", "pytest>=8"),
     }
     return {
         str(path.relative_to(root)).removesuffix(SUFFIX).replace("own_part", name): _replaced(path, words)

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 import attrs
-
-from kvframe.contract.scheduling import QueuedRequest, SchedulingPolicy
 from kvframe_testing.checks import Check, Checks, make_part
 from kvframe_testing.laws import answer_of, require
+
+from kvframe_engine.contract.scheduling import QueuedRequest, SchedulingPolicy
 
 PRIORITIES = (-(2**31), -100, -3, -1, 0, 1, 2, 100, 2**31 - 1)
 """Hinted priorities, in ascending order."""
