@@ -13,6 +13,7 @@ import attrs
 import numpy as np
 from kvframe_mamba.spec import MambaSpec
 from kvframe_sliding_window.spec import SlidingWindowSpec
+from kvframe_testing.audit import findable_pages
 
 from benchmarks.cache.setting import BLOCK_SIZE, STATE, Setting
 from benchmarks.cache.work import Mistake, TokenIds
@@ -165,7 +166,7 @@ class KVFrame:
     def cached_states(self) -> list[int]:
         """Return the page of each cached block that holds a recurrent state."""
         groups = self._manager.plan.groups
-        return [page for group, page in self._manager.published() if groups[group].spec.kind == MambaSpec.kind]
+        return [page for group, page in findable_pages(self._manager) if groups[group].spec.kind == MambaSpec.kind]
 
     def lose(self, blocks: Sequence[int]) -> None:
         """Evict cached blocks; evicting one may also evict others."""

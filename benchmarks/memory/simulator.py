@@ -13,6 +13,7 @@ from kvframe_engine.requests.request import Request, SamplingParams
 from kvframe_engine.scheduling.scheduler import Scheduler
 from kvframe_engine.scheduling.step import ScheduledStep
 from kvframe_engine.tiers.tiers import Tiers
+from kvframe_testing.audit import findable_pages
 
 from benchmarks.memory.traces import Conversation
 from kvframe.cache.host_pages import HostPages
@@ -61,7 +62,7 @@ def memory_use(manager: KVCacheManager, computed: Mapping[str, int]) -> MemoryUs
     plan = manager.plan
     tables = {request: manager.block_ids(request) for request in computed}
     findable: list[list[int]] = [[] for _ in plan.groups]
-    for index, block_id in manager.published():
+    for index, block_id in findable_pages(manager):
         findable[index].append(block_id)
 
     def slab_of(block_ids: Any) -> Any:

@@ -9,7 +9,7 @@ Its files, in the order of the flow; each uses only those before it.
 - The blocks of each running request, and what is counted of it: ``block_table``.
 - Finding tokens: ``radix_tree``, ``publisher``.
 - Data for other processes: ``events``.
-- The audit of all this: ``audit``; hits and pins, in the pool and its indexes as one: ``stats``, ``prefix_lookup``.
+- Hits and pins, in the pool and its indexes as one: ``stats``, ``prefix_lookup``.
 - Requests that run: argument checks (``arguments``); blocks are allocated, and copied for forks
   (``allocation``); rows begin, run, release dead blocks and end (``coordinator``).
 - Pages outside of the pool: host memory (``host_pages``), and evicted pages in it (``host_tier``); what a request

@@ -14,7 +14,6 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.audit import audit_pool
 from kvframe.cache.block_order import BlockIds, Groups
 from kvframe.cache.block_pool import BlockPool, Indices
 from kvframe.cache.events import EventLog
@@ -140,16 +139,6 @@ class HostTier:
         if len(host_ids):
             self.pool.add_references(group, host_ids)
             self.pool.release_blocks(host_ids, group)
-
-    def audit(self) -> None:
-        """Check that host pages are free, held while they are copied, or cached under one key each."""
-        held_pages = np.concatenate([np.zeros(0, np.int32), *self._held_pages])
-        audit_pool(self.pool, self._plan, held_pages)
-        pages = self.pool.free_list.all_blocks()
-        by_key = {page: (group, key) for group, pages in enumerate(self._host_ids) for key, page in pages.items()}
-        assert by_key == self._key_of, "keys and pages of the host memory disagree"
-        cached_pages = set(pages[self.pool.is_cached(pages)].tolist())
-        assert cached_pages == self._key_of.keys() - set(held_pages.tolist()), "a cached host page has no key"
 
     @property
     def num_cached(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from time import monotonic
 
@@ -22,7 +22,6 @@ from kvframe.cache.arguments import (
     check_sequence,
     check_tokens,
 )
-from kvframe.cache.audit import audit_each_verb, audit_pool, audit_rows, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows, RowState
 from kvframe.cache.coordinator import KVCacheCoordinator, PageCopier, TableRows, TokenMover
 from kvframe.cache.events import NO_INPUTS, EventLog, PageWatcher, block_keys, input_keys
@@ -95,7 +94,6 @@ class KVCacheManager:
         host_pages: HostPages | None = None,
         copier: PageCopier | None = None,
         mover: TokenMover | None = None,
-        audited: bool = False,
         eviction: EvictionPolicy | None = None,
         max_kept_share: float = 0.5,
         now: Callable[[], float] = monotonic,
@@ -109,7 +107,6 @@ class KVCacheManager:
             host_pages: The host memory that evicted pages are copied to; None for none.
             copier: Copies pages within the pool; without it none is forked.
             mover: Moves the tokens that layers keep of a prompt; without it no request gives up any.
-            audited: Whether to ``audit`` after every verb, to find a verb that breaks the cache.
             eviction: The policy that orders cached pages for eviction; ``LRU`` if None.
             max_kept_share: The share of the pool that requests of one owner may keep by the hint ``keep_seconds``.
             now: Returns the seconds of a clock that never goes back.
@@ -147,8 +144,6 @@ class KVCacheManager:
         self._watchers: tuple[PageWatcher, ...] = ()
         self._watch_secret = bytes(SECRET_BYTES)
         self._lookups = [GroupLookups(group.spec.kind) for group in plan.groups]
-        if audited:
-            audit_each_verb(self)
 
     # --- one verb for each event in a request's life ---------------------------------------------------------------
 
@@ -677,26 +672,6 @@ class KVCacheManager:
     def num_held_pages(self) -> int:
         """Pages that a request in the table or a pin references: 0 when the table is empty and nothing is pinned."""
         return sum(self._pool.blocks_held)
-
-    def published(self) -> Iterator[tuple[int, int]]:
-        """Yield the group and block id of each findable page."""
-        return self._cache.published()
-
-    def audit(self) -> None:
-        """Check that every page is free, held or cached, and that pages and rows are counted right.
-
-        It takes time in proportion to the pool.
-
-        Raises:
-            AssertionError: A check fails; the text names it.
-        """
-        taken_rows = [entry.row for entry in self._entries.values()]
-        audit_rows(self.tables, self._rows.free, taken_rows, self._numbers.num_blocks, self._numbers.num_computed)
-        held_pages = np.concatenate([pages_in(self.tables), self._pins.pinned_pages()])
-        audit_pool(self._pool, self.plan, held_pages)
-        audit_tree(self._cache.tree)
-        if self.host_tier is not None:
-            self.host_tier.audit()
 
     @property
     def stats(self) -> KVCacheStats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
@@ -238,15 +238,6 @@ class PrefixCache:
             log.record_stored_input(blocks, np.flatnonzero(pages), pages)
         self.tree.on_stored, self.inputs.on_stored = log.record_stored, log.record_stored_input
         self.pool.on_removed = log.record_removed
-
-    def published(self) -> Iterator[tuple[int, int]]:
-        """Yield the group and block id of each findable page."""
-        for node in self.tree.walk():
-            for pages, groups in zip(node.pages, self.tree.groups, strict=True):
-                for group, row in zip(groups, pages, strict=True):
-                    yield from ((group, page) for page in row[row != 0].tolist())
-        for blocks, pages in self.inputs.entries.values():
-            yield from ((blocks.group, page) for page in pages[pages != 0].tolist())
 
 
 def _reserve(plan: KVCachePlan) -> int:

@@ -150,8 +150,9 @@ class CacheOptions:
             ``"tcp://127.0.0.1:5557"``, or a registered publisher, a table of ``name`` and its options. Without it,
             nothing is recorded.
         audit: Whether to check after every operation that each page is free, held or cached and counted right, and in
-            every step that wrappers name no blocks but the step's: for operators who suspect the cache or a wrapper.
-            The check takes time in proportion to the pool, and each step waits for the device.
+            every step that wrappers name no blocks but the step's: for operators who suspect the cache or a wrapper. It
+            needs ``kvframe-testing``. The check takes time in proportion to the pool, and each step waits for the
+            device.
         key: The secret of keys that leave the process, in cache events and in files of saved prefixes: 64 hexadecimal
             digits, or a file that holds them. Without it, each engine draws a secret of its own.
     """

@@ -13,9 +13,9 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from kvframe_testing.audit import audit, findable_pages, pages_in
 from kvframe_testing.requests import Page
 
-from kvframe.cache.audit import pages_in
 from kvframe.cache.events import EventLog
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
@@ -161,7 +161,7 @@ class Lives:
         self.tally.verbs[verb] += 1
         self.tally.refused[verb] += is_refused
         if self.tally.num_operations % self.check_every == 0:
-            self.manager.audit()
+            audit(self.manager)
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Lives:
             num_resets=self.model.num_resets,
             is_encoded=encoder is None,
         )
-        self.model.let_go(set(self.manager.published()), self.shared)
+        self.model.let_go(set(findable_pages(self.manager)), self.shared)
         expected = self.model.start(life, use_prefix)
         hit = self.manager.start(
             name,
@@ -249,7 +249,7 @@ class Lives:
 
     def offer_again(self, life: Life, blocks: list[list[int]]) -> None:
         again = self.model.offered_again(life, blocks)
-        published = set(self.manager.published()) if again else set()
+        published = set(findable_pages(self.manager)) if again else set()
         self.model.findable.update({key: page for key, page in again.items() if (key[0], page) in published})
 
     def compute_together(self) -> None:
@@ -279,7 +279,7 @@ class Lives:
         self.manager.commit_rows(rows, np.array(targets, dtype=np.int64))
         self.did("commit rows")
         # Of equal blocks that several filled in this step, which are found is the manager's choice.
-        found = set(self.manager.published()) if len(names) > 1 else set()
+        found = set(findable_pages(self.manager)) if len(names) > 1 else set()
         for name, target in zip(names, targets, strict=True):
             self.model.commit(self.running[name], target, blocks[name], found)
             self.offer_again(self.running[name], blocks[name])
@@ -328,10 +328,11 @@ class Lives:
 
     def evict(self) -> None:
         """Evict a random cached page, or all of them, as if the pages were needed."""
-        pages = [page for page in self.manager.published() if pool_of(self.manager).is_cached(np.array(page[1:]))[0]]
+        pool = pool_of(self.manager)
+        pages = [page for page in findable_pages(self.manager) if pool.is_cached(np.array(page[1:]))[0]]
         if pages:
             for _, page in self.draw.sample(pages, self.draw.choice([1, 1, len(pages)])):
-                if pool_of(self.manager).is_cached(np.array([page]))[0]:
+                if pool.is_cached(np.array([page]))[0]:
                     evict(self.manager, page)
                     self.did("evict")
 
@@ -340,7 +341,7 @@ class Lives:
         tokens = [7] * self.draw.choice([5, 12, 13, 24]) + self.draw.choices([0, 1], k=self.draw.randint(0, 6))
         encoder = self.draw.choice(ENCODERS) if self.model.of_inputs else None
         salt = self.draw.choice(["", "", "", "other"])
-        self.model.let_go(set(self.manager.published()), self.shared)
+        self.model.let_go(set(findable_pages(self.manager)), self.shared)
         expected, before = self.model.pinned(salt, encoder, tokens), [pin.blocks for pin in self.pins]
         plan = self.manager.plan
         has_capacity = self.num_lacking(plan, [*before, expected]) <= max(0, self.num_lacking(plan, before))
@@ -387,13 +388,13 @@ class Lives:
         held = np.array([*pages_in(self.manager.tables), *pinned], dtype=np.int64)
         pins_fit = num_slabs >= before or not pinned or self.num_lacking(plan, [pin.blocks for pin in self.pins]) <= 0
         expected = pins_fit and not (held * plan.block_id_bytes >= plan.total_bytes).any()
-        published = set(self.manager.published())
+        published = set(findable_pages(self.manager))
         is_resized = self.manager.resize(num_slabs)
         self.did("shrink" if num_slabs < before else "grow", not is_resized)
         assert expected == is_resized
         assert (num_slabs if is_resized else before) == self.manager.plan.num_slabs
         if plan.total_bytes >= bytes_before or not is_resized:
-            assert published == set(self.manager.published())
+            assert published == set(findable_pages(self.manager))
 
     def listen(self) -> None:
         """Begin to mirror what can be found, or stop, so that there is no listener."""
@@ -493,7 +494,7 @@ class Lives:
                 assert not table[len(ids) :].any()
                 held += filter(None, ids)
         assert sorted(held) == np.sort(pages_in(self.manager.tables)).tolist()
-        published = set(self.manager.published())
+        published = set(findable_pages(self.manager))
         self.model.let_go(published, self.shared)
         assert published == self.model.findable_pages()
         if self.log is not None:

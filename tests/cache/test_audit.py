@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from kvframe_testing.audit import READERS, audit, audit_each_verb
 
-from kvframe.cache.audit import READERS
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.manager import KVCacheManager
+from kvframe.contract.errors import StackError
 from kvframe.contract.specs import KVCacheSpec
 from tests.cache.plans import full, make_plan, masked
 from tests.models.serving import TinyModel, ids
@@ -19,9 +21,9 @@ from tests.support.engines import manager_of, pool_of
 ONE_SIZE, TWO_SIZES = (full(),), (full(), masked(2, window=5))
 
 
-def make_manager(*specs: KVCacheSpec, audited: bool = False) -> KVCacheManager:
+def make_manager(*specs: KVCacheSpec) -> KVCacheManager:
     """Return a manager in which one request holds pages, and a freed one left cached pages."""
-    manager = KVCacheManager(make_plan(*specs, num_slabs=30), max_num_seqs=2, audited=audited)
+    manager = KVCacheManager(make_plan(*specs, num_slabs=30), max_num_seqs=2)
     for name in ("gone", "here"):
         tokens = [*ids(3, 9), len(name)]
         manager.start(name, tokens, salt=name)
@@ -112,18 +114,18 @@ def give_a_row_twice(manager: KVCacheManager) -> None:
 )
 def test_a_broken_pool_is_found(fault: Callable[[KVCacheManager], None], said: str) -> None:
     manager = make_manager(*ONE_SIZE)
-    manager.audit()
+    audit(manager)
     fault(manager)
     with pytest.raises(AssertionError, match=f"^{said}$"):
-        manager.audit()
+        audit(manager)
 
 
 def test_a_lost_slab_is_found() -> None:
     manager = make_manager(*TWO_SIZES)
-    manager.audit()
+    audit(manager)
     pool_of(manager).free_list._free_slabs.pop()
     with pytest.raises(AssertionError, match=r"^idle slabs are miscounted$"):
-        manager.audit()
+        audit(manager)
 
 
 # --- debug mode -------------------------------------------------------------------------------------------------------
@@ -133,14 +135,14 @@ def test_a_lost_slab_is_found() -> None:
 def test_the_verb_that_breaks_the_cache_is_named(
     specs: tuple[KVCacheSpec, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = make_manager(*specs, audited=True)
+    manager = audit_each_verb(make_manager(*specs))
     monkeypatch.setattr(pool_of(manager), "release_blocks", lambda *_, **__: None)
     with pytest.raises(AssertionError, match=r"^the cache is broken after 'free': "):
         manager.free("here")
 
 
 def test_a_verb_that_raises_is_audited_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = make_manager(*ONE_SIZE, audited=True)
+    manager = audit_each_verb(make_manager(*ONE_SIZE))
 
     def lose_and_raise(*_: Any) -> None:
         lose_a_free_page(manager)
@@ -153,7 +155,7 @@ def test_a_verb_that_raises_is_audited_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_method_that_changes_something_is_audited() -> None:
-    manager = make_manager(*ONE_SIZE, audited=True)
+    manager = audit_each_verb(make_manager(*ONE_SIZE))
     public = {name for name, value in vars(KVCacheManager).items() if not name.startswith("_") and callable(value)}
     assert public >= READERS
     assert public - READERS == {name for name in vars(manager) if name in public}
@@ -161,7 +163,7 @@ def test_every_method_that_changes_something_is_audited() -> None:
 
 
 def test_many_rows_are_audited_at_once() -> None:
-    manager = make_manager(*ONE_SIZE, audited=True)
+    manager = audit_each_verb(make_manager(*ONE_SIZE))
     rows = np.array([manager.row("here")])
     assert manager.extend_rows(rows, np.array([20]))
     pool_of(manager).blocks_held[0] += 1
@@ -178,3 +180,10 @@ def test_an_engine_in_debug_mode_stops_at_a_broken_cache(tmp_path: Any) -> None:
         engine.add_request(prompt)
         with pytest.raises(AssertionError, match=r"^the cache is broken after 'start': pages were lost"):
             engine.step()
+
+
+def test_an_audit_without_the_kit_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TinyModel.save(tmp_path, "llama")
+    monkeypatch.setitem(sys.modules, "kvframe_testing.audit", None)
+    with pytest.raises(StackError, match=r"cache.audit counts pages by kvframe-testing, which is not installed"):
+        model.engine(audit=True)

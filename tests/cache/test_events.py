@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from kvframe_engine.engine import Engine
 from kvframe_engine.requests.request import SamplingParams
+from kvframe_testing.audit import findable_pages
 
 import kvframe
 from kvframe.cache import events as events_module
@@ -397,7 +398,7 @@ def test_events_of_a_step_that_fails_come_with_the_next(caplog: pytest.LogCaptur
             engine.generate(["b" * 30], SHORT)
         model.spoil = None
         engine.generate(["c" * 30], SHORT)
-        assert len(list(manager_of(engine).published())) == len(mirror.blocks)
+        assert len(list(findable_pages(manager_of(engine)))) == len(mirror.blocks)
 
 
 def test_another_process_makes_the_same_keys_from_the_secret_alone() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from kvframe_testing.audit import audit
 
 from kvframe.cache.block_order import AnyBlockIds, BlockIds, Numbers, ReleaseOrder
 from kvframe.cache.block_pool import BlockPool
@@ -76,7 +77,7 @@ def test_a_branch_in_an_evicted_end_drops_the_tokens_after_it() -> None:
     assert [64, 40] == [manager.find([*tokens[:40], *range(100, 124), 1]), manager.find([*tokens, 1])]
     evict_all(manager)
     assert [] == list(manager._cache.tree.walk())
-    manager.audit()
+    audit(manager)
 
 
 def test_what_comes_after_a_lost_block_is_found_again_when_the_block_is_computed_again() -> None:
@@ -124,7 +125,7 @@ def test_a_window_that_lost_a_block_costs_the_tokens_that_need_it() -> None:
     evict(manager, lost)
     # The window's earlier blocks were released as it moved, and are still cached.
     assert 60 == manager.find([*tokens, 2])
-    manager.audit()
+    audit(manager)
 
 
 def num_calls(work: Callable[[], None]) -> int:
@@ -150,7 +151,7 @@ def cost_of_eviction(manager: KVCacheManager) -> float:
         _, group = min((priority, group) for priority, group in first if priority is not None)
         calls = num_calls(partial(pool.evict_first, -group, 1))
         most = max(most, calls / max(1, before - pool.num_cached))
-    manager.audit()
+    audit(manager)
     return most
 
 
@@ -195,7 +196,7 @@ def test_a_lost_block_costs_the_continuations_that_need_it() -> None:
     manager.free("a")
     evict(manager, lost)
     assert [36, 60] == [manager.find([*shared, *range(100, 105)]), manager.find([*shared, *range(200, 221)])]
-    manager.audit()
+    audit(manager)
 
 
 @pytest.mark.parametrize("spec", [masked(window=1), masked(chunk=8)], ids=["window", "chunk"])
@@ -216,7 +217,7 @@ def test_an_input_of_which_a_part_is_lost_is_evicted_in_all_groups() -> None:
     assert [0, 3, 5] == pool_of(manager).count_cached()
     evict(manager, page)
     assert [0, 0, 0] == pool_of(manager).count_cached()
-    manager.audit()
+    audit(manager)
 
 
 def test_blocks_that_end_together_nowhere_are_not_kept() -> None:
@@ -251,7 +252,7 @@ def test_what_a_request_passes_is_given_up_before_what_others_left(spec: KVCache
     for count in range(1, 401):
         assert manager.extend_rows(rows, np.full(num_rows, count))
         manager.commit_rows(rows, np.full(num_rows, count))
-    manager.audit()
+    audit(manager)
     assert 8 == manager.find(earlier)
 
 
@@ -386,7 +387,7 @@ def test_a_block_that_ends_in_what_only_this_request_has_is_kept_though_it_begin
     for num_computed in range(8, 21):
         assert manager.extend_rows(rows, np.full(2, num_computed))
         manager.commit_rows(rows, np.full(2, num_computed))
-    manager.audit()
+    audit(manager)
     for name, tokens in prompts.items():
         assert 0 == manager.block_ids(name)[1][1]
         # Nine tokens from the fifth on are needed for the next one: either its block is found, or nothing is.

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvframe_testing.audit import audit, findable_pages
 
 from kvframe.cache.block_order import FreeList
 from kvframe.cache.block_pool import BlockPool
@@ -343,10 +344,10 @@ def test_a_policy_that_fails_later_is_set_aside_and_the_cache_goes_on_by_lru(
     for index in range(60):
         for manager in (failed, lru):
             serve(manager, [index, *range(8)])
-            manager.audit()
+            audit(manager)
     assert failed.eviction is LRU
     assert lru.stats.num_evictions > 0
-    assert set(lru.published()) == set(failed.published())
+    assert set(findable_pages(lru)) == set(findable_pages(failed))
     (record,) = caplog.records
     assert record.getMessage() == (
         "eviction policy 'failing': priorities() failed: ZeroDivisionError: late; it is set aside, and the least "

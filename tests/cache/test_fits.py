@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from kvframe_testing.audit import audit
 
 from kvframe import Setup, Stack, load_plugins, plan_cache
 from kvframe.cache.input_index import InputSequence
@@ -97,7 +98,7 @@ def is_served(
             return False
         manager.commit("one", tokens, stop)
         computed = stop
-    manager.audit()
+    audit(manager)
     return True
 
 
@@ -229,7 +230,7 @@ def test_what_fits_is_served_after_others_filled_the_pool(plan: KVCachePlan, oth
         stop = computed + data.draw(st.integers(1, min(plan.max_num_batched_tokens, num_tokens - computed)))
         assert manager.extend("one", stop)
         manager.commit("one", tokens, computed := stop)
-    manager.audit()
+    audit(manager)
 
 
 @given(plan=plans(), pinned=st.lists(st.integers(1, 12), max_size=3), data=st.data())
@@ -257,4 +258,4 @@ def test_the_longest_request_is_served_beside_whatever_pins_are_let_in(
         stop = computed + data.draw(st.integers(1, min(plan.max_num_batched_tokens, MAX_LEN - computed)))
         assert manager.extend("one", stop)
         manager.commit("one", tokens, computed := stop)
-    manager.audit()
+    audit(manager)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from kvframe_testing.audit import audit_each_verb
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import KVCacheSpec
@@ -25,8 +26,9 @@ class Forking:
             max_num_seqs=4,
             prefix_caching=prefix_caching,
             copier=lambda group, pages, others: self.copies.append((group, [*pages], [*others])),
-            audited=audited,
         )
+        if audited:
+            audit_each_verb(self.manager)
         self.tokens: dict[str, list[int]] = {}
 
     def compute(self, name: str, end: int) -> bool:

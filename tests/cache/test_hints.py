@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_scan_resistant.policy import ScanResistant
+from kvframe_testing.audit import audit, audit_each_verb
 
 from kvframe.cache.hints import HintedPages, Hints
 from kvframe.cache.manager import KVCacheManager
@@ -50,7 +51,7 @@ def serve(manager: KVCacheManager, tokens: Sequence[int], hints: Hints | None = 
         manager.free("served")
     else:
         manager.free("served", hints=hints, owner=owner)
-    manager.audit()
+    audit(manager)
     return num_hit
 
 
@@ -190,8 +191,8 @@ def test_any_hints_leave_the_cache_right_and_bytes_counted(data: st.DataObject) 
     clock, share = Clock(), data.draw(st.sampled_from([0.1, 0.5, 1.0]))
     specs = data.draw(st.sampled_from(SPECS_OF_POOLS))
     plan = make_plan(*specs, num_slabs=40, max_model_len=40)
-    manager = KVCacheManager(
-        plan, max_num_seqs=2, eviction=ScanResistant(), now=clock, max_kept_share=share, audited=True
+    manager = audit_each_verb(
+        KVCacheManager(plan, max_num_seqs=2, eviction=ScanResistant(), now=clock, max_kept_share=share)
     )
     known: set[tuple[int, ...]] = set()
     for _ in range(data.draw(st.integers(1, 25))):

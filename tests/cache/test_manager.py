@@ -7,6 +7,7 @@ import math
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_testing.audit import audit_each_verb
 
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.input_index import InputSequence
@@ -107,7 +108,7 @@ def test_requests_share_a_prefix_and_count_its_pages_once() -> None:
 
 
 def test_a_request_that_begins_like_another_publishes_all_blocks_after_their_common_ones() -> None:
-    manager = KVCacheManager(make_plan(full(), masked(window=5), num_slabs=40), max_num_seqs=2, audited=True)
+    manager = audit_each_verb(KVCacheManager(make_plan(full(), masked(window=5), num_slabs=40), max_num_seqs=2))
     prompts = {name: [1] * 8 + [token] * 24 for name, token in (("a", 2), ("b", 3))}
     # The second one starts before the first one has published anything, so it computes the common tokens too.
     for name, prompt in prompts.items():

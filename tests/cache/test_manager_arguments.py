@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvframe_testing.audit import audit, audit_each_verb, findable_pages
 
 from kvframe.cache.arguments import MAX_SALT_CHARS
 from kvframe.cache.input_index import InputSequence
@@ -59,7 +60,7 @@ def arrays(running: int, free: int) -> list[tuple[Any, Any]]:
 def make_manager(kind: str) -> KVCacheManager:
     plan = make_plan(*PLANS[kind], num_slabs=60, max_model_len=MAX_LEN, max_encoder_len=9)
     copier = PageCopies(plan, {}).copy_within
-    manager = KVCacheManager(plan, max_num_seqs=4, copier=copier, audited=True)
+    manager = audit_each_verb(KVCacheManager(plan, max_num_seqs=4, copier=copier))
     for name in ("running", "ended"):
         manager.start(name, TOKENS)
         assert manager.extend(name, 20)
@@ -69,7 +70,7 @@ def make_manager(kind: str) -> KVCacheManager:
 
 
 def snapshot(manager: KVCacheManager) -> Any:
-    held = manager.num_held_pages, manager.num_free_rows, sorted(manager.published()), manager.stats
+    held = manager.num_held_pages, manager.num_free_rows, sorted(findable_pages(manager)), manager.stats
     return manager.block_ids("running"), *held, numbers_of(manager).num_computed.tolist()
 
 
@@ -137,8 +138,8 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
     return wrong
 
 
-WITHOUT_ARGUMENTS = {"reset_prefix_cache", "stop_events", "published", "audit", "stats", "usage", "eviction"}
-WITHOUT_ARGUMENTS |= {"num_free_rows", "num_held_pages", "layout"}
+WITHOUT_ARGUMENTS = {"reset_prefix_cache", "stop_events", "stats", "usage", "eviction", "num_free_rows"}
+WITHOUT_ARGUMENTS |= {"num_held_pages", "layout"}
 
 
 def test_every_verb_is_listed_here() -> None:
@@ -157,7 +158,7 @@ def test_a_wrong_argument_is_refused_and_changes_nothing(kind: str) -> None:
                 call()
             assert "\n" not in str(caught.value), (verb, place)
             assert before == snapshot(manager), (verb, place)
-    manager.audit()
+    audit(manager)
     manager.free("running")
     assert 0 == manager.num_held_pages
 
@@ -179,7 +180,7 @@ def test_more_tokens_than_there_was_room_made_for_are_not_committed(kind: str) -
             commit()
         assert "not_extended" == caught.value.code
     manager.commit("running", [7] * 30, 22)
-    manager.audit()
+    audit(manager)
 
 
 def test_a_prompt_without_tokens_is_refused_whatever_is_cached() -> None:
@@ -212,7 +213,7 @@ def test_a_listener_that_raises_is_set_aside_and_leaks_nothing(
         manager.reset_prefix_cache()
     assert 1 == len(told)
     assert [f"on_pages_freed raises {error.__name__}: no idea; it was removed"] == caplog.messages
-    manager.audit()
+    audit(manager)
     assert (0, 4) == (manager.num_held_pages, manager.num_free_rows)
 
 
@@ -226,7 +227,7 @@ def test_numbers_of_evicted_inputs_are_used_again() -> None:
         assert manager.extend(str(number), 20)
         manager.commit(str(number), TOKENS, 20)
         manager.free(str(number))
-        manager.audit()
+        audit(manager)
     assert [-3, -2, -1] == sorted(index.entries)
     for number in range(3, 6):
         assert 16 == manager.find([*TOKENS, 1], inputs={ENCODER: InputSequence(5, bytes([number]))}) // 4 * 4 - 4
@@ -238,12 +239,12 @@ def test_an_audit_sees_pages_of_a_row_that_is_free() -> None:
     page = manager.block_ids("running")[0][0]
     manager.tables[0].ids[free, 0] = page
     with pytest.raises(AssertionError, match="a row names a page after its last block"):
-        manager.audit()
+        audit(manager)
     manager.tables[0].ids[free, 0] = 0
     numbers_of(manager).num_blocks[0, free] = 1
     with pytest.raises(AssertionError, match="a free row has blocks or tokens"):
-        manager.audit()
+        audit(manager)
     numbers_of(manager).num_blocks[0, free] = 0
     manager.tables[0].ids[running, 6] = page
     with pytest.raises(AssertionError, match="a row names a page after its last block"):
-        manager.audit()
+        audit(manager)

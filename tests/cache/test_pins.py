@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_engine.requests.request import Request, SamplingParams
 from kvframe_engine.scheduling.scheduler import Scheduler
+from kvframe_testing.audit import audit, audit_each_verb
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
@@ -45,7 +46,7 @@ def test_a_pinned_prefix_is_found_when_all_else_was_evicted(specs: list[KVCacheS
     assert (12, True) == (pin.num_tokens, pin.is_held)
     flood(manager)
     assert 12 == serve(manager, [*SYSTEM, 5])
-    manager.audit()
+    audit(manager)
     manager.unpin(pin)
     manager.unpin(pin)
     assert (0, False) == (manager.num_held_pages, pin.is_held)
@@ -70,7 +71,7 @@ def test_of_what_is_not_cached_nothing_is_pinned() -> None:
 
 def test_without_prefix_caching_nothing_is_restored() -> None:
     plan = make_plan(full(), encoder(), num_slabs=20)
-    manager = KVCacheManager(plan, max_num_seqs=1, prefix_caching=False, audited=True)
+    manager = audit_each_verb(KVCacheManager(plan, max_num_seqs=1, prefix_caching=False))
     inputs = {ENCODER: InputSequence(9, b"x")}
     fetched: list[int] = []
     pin = manager.restore(SYSTEM, lambda group, blocks, block_ids: fetched.extend(blocks), inputs=inputs)
@@ -82,7 +83,7 @@ def test_without_prefix_caching_nothing_is_restored() -> None:
 
 def test_what_a_request_needs_and_is_not_cached_is_fetched_and_pinned() -> None:
     plan = make_plan(full(), masked(2, window=5), encoder(), num_slabs=60)
-    manager = KVCacheManager(plan, max_num_seqs=2, audited=True)
+    manager = audit_each_verb(KVCacheManager(plan, max_num_seqs=2))
     inputs = {ENCODER: InputSequence(9, b"x")}
     serve(manager, [*SYSTEM[:8], 1], inputs=inputs)
     fetched: list[tuple[int, list[int], list[int]]] = []
@@ -117,7 +118,7 @@ def test_what_is_done_to_the_arrays_of_a_pin_does_not_change_the_cache() -> None
         block_ids.fill(0)
     assert 12 == manager.start("late", [*SYSTEM, 5], inputs=inputs)
     assert frozenset() == manager.missing_inputs("late")
-    manager.audit()
+    audit(manager)
 
 
 def test_a_pin_that_leaves_no_room_for_the_longest_request_is_refused_and_changes_nothing() -> None:
@@ -136,7 +137,7 @@ def test_a_pin_that_leaves_no_room_for_the_longest_request_is_refused_and_change
     assert ("no_capacity", 2) == (refused.value.code, manager.num_held_pages)
     # Another pin of the same pages takes no further pages.
     assert 8 == manager.pin(SYSTEM[:8]).num_tokens
-    manager.audit()
+    audit(manager)
 
 
 def test_a_reset_ends_pins() -> None:
@@ -144,10 +145,10 @@ def test_a_reset_ends_pins() -> None:
     serve(manager, SYSTEM)
     pin = manager.pin(SYSTEM)
     manager.reset_prefix_cache()
-    manager.audit()
+    audit(manager)
     assert (False, 0, 0) == (pin.is_held, manager.num_held_pages, manager.find([*SYSTEM, 1]))
     manager.unpin(pin)
-    manager.audit()
+    audit(manager)
 
 
 MAX_LEN, CHUNK = 24, 8
@@ -199,7 +200,7 @@ def test_every_request_ends_whatever_is_pinned_meanwhile(
     assert all(request.finish_reason == "length" for request in requests)
     for pin in pins:
         manager.unpin(pin)
-    manager.audit()
+    audit(manager)
     assert 0 == manager.num_held_pages
 
 

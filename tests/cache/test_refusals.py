@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvframe_testing.audit import audit, audit_each_verb, findable_pages
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
@@ -39,7 +40,8 @@ def make_manager(
 ) -> KVCacheManager:
     plan = make_plan(*specs, num_slabs=60, max_model_len=MAX_LEN, max_encoder_len=MAX_ENCODER_LEN)
     copier = PageCopies(plan, {}).copy_within if can_fork else None
-    return KVCacheManager(plan, max_num_seqs=max_num_seqs, copier=copier, audited=audited)
+    manager = KVCacheManager(plan, max_num_seqs=max_num_seqs, copier=copier)
+    return audit_each_verb(manager) if audited else manager
 
 
 def start(manager: KVCacheManager, *names: str) -> None:
@@ -51,7 +53,7 @@ def start(manager: KVCacheManager, *names: str) -> None:
 
 def state_of(manager: KVCacheManager, *names: str) -> Any:
     blocks = [manager.block_ids(name) for name in names]
-    return blocks, manager.num_held_pages, manager.num_free_rows, sorted(manager.published()), manager.stats
+    return blocks, manager.num_held_pages, manager.num_free_rows, sorted(findable_pages(manager)), manager.stats
 
 
 def ask_one(manager: KVCacheManager, num_tokens: int) -> bool:
@@ -282,7 +284,7 @@ def test_a_token_that_is_none_ends_what_others_find_and_nothing_else(kind: str, 
         if others:
             manager.free("other")
         assert (0, 3) == (manager.num_held_pages, manager.num_free_rows)
-        manager.audit()
+        audit(manager)
         start(manager, "one", "two", "three")
 
 
@@ -306,7 +308,7 @@ def test_what_a_row_passed_behind_a_token_that_is_none_is_let_go_of() -> None:
         manager.free(name)
     assert [20, 8] == [manager.find([token] * 24) for token in (1, 2)]
     # Cached blocks can be found, and evicted.
-    assert len([*manager.published()]) == pool_of(manager).num_cached
+    assert len([*findable_pages(manager)]) == pool_of(manager).num_cached
 
 
 def test_a_row_whose_tokens_are_replaced_by_none_leaves_nothing_behind() -> None:
@@ -316,7 +318,7 @@ def test_a_row_whose_tokens_are_replaced_by_none_leaves_nothing_behind() -> None
     run_on(manager, "one", tokens, 4)
     run_on(manager, "one", [-1, *tokens[1:]], 8)
     manager.free("one")
-    assert [] == [*manager.published()]
+    assert [] == [*findable_pages(manager)]
 
 
 def test_a_request_that_follows_another_up_to_its_unreadable_token_continues_alone() -> None:
@@ -356,7 +358,7 @@ def test_a_page_that_a_request_gets_twice_is_counted_once_when_a_token_cannot_be
         assert manager.extend("one", end)
         manager.commit("one", tokens, end)
     assert 0 == manager.find([*range(5), 6, 7, 8, 9])
-    manager.audit()
+    audit(manager)
 
 
 @pytest.mark.parametrize("tokens", [[1, 2, 3, 4, 5], array("I", [1, 2, 3, 4, 5])], ids=["list", "array"])
@@ -403,4 +405,4 @@ def test_who_is_told_that_tokens_are_missing_can_add_them() -> None:
     tokens.append(1500)
     assert (1501, "bad_token") == (len(tokens), caught.value.code)
     manager.free("one")
-    manager.audit()
+    audit(manager)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kvframe_testing.audit import audit_each_verb, findable_pages
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import KVCacheSpec
@@ -14,7 +15,7 @@ MIXTURES = [(full(),), (full(), full(8)), (full(), masked(2, window=5)), (full(4
 
 
 def make_manager(*specs: KVCacheSpec, num_slabs: int) -> KVCacheManager:
-    return managers.make_manager(*specs, num_slabs=num_slabs, max_num_seqs=MOST_RUNNING, audited=True)
+    return audit_each_verb(managers.make_manager(*specs, num_slabs=num_slabs, max_num_seqs=MOST_RUNNING))
 
 
 def fill(manager: KVCacheManager) -> list[str]:
@@ -50,9 +51,9 @@ def test_a_pool_that_grew_is_as_large_as_one_that_was_made_so(specs: tuple[KVCac
 def test_a_pool_does_not_shrink_while_its_last_pages_are_held(specs: tuple[KVCacheSpec, ...]) -> None:
     manager = make_manager(*specs, num_slabs=40)
     names = fill(manager)
-    blocks, published = [manager.block_ids(name) for name in names], set(manager.published())
+    blocks, published = [manager.block_ids(name) for name in names], set(findable_pages(manager))
     assert not manager.resize(4)
-    assert (blocks, published) == ([manager.block_ids(name) for name in names], set(manager.published()))
+    assert (blocks, published) == ([manager.block_ids(name) for name in names], set(findable_pages(manager)))
     assert 40 == manager.plan.num_slabs
 
 
@@ -64,7 +65,7 @@ def test_cached_pages_at_the_end_are_evicted_and_others_stay(specs: tuple[KVCach
         manager.free(name)
     assert manager.resize(20)
     end = manager.plan.total_bytes // manager.plan.block_id_bytes
-    left = {page for _, page in manager.published()}
+    left = {page for _, page in findable_pages(manager)}
     assert left
     assert all(page < end for page in left)
     manager.reset_prefix_cache()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kvframe_mamba import MambaSpec
+from kvframe_testing.audit import audit_each_verb, findable_pages
 from kvframe_testing.laws import ConformanceError, check_spec
 
 from kvframe.attention.storage import KVCacheStorage
@@ -220,8 +221,8 @@ def make_manager(*specs: Any, num_slabs: int = 60) -> KVCacheManager:
         make_plan(*specs, num_slabs=num_slabs),
         max_num_seqs=4,
         copier=lambda group, pages, others: copied.extend((group, page) for page in pages),
-        audited=True,
     )
+    audit_each_verb(manager)
     manager.copied = copied  # type: ignore[attr-defined]
     return manager
 
@@ -254,9 +255,9 @@ def test_no_page_of_rollback_states_is_ever_found_and_no_hit_needs_one() -> None
     manager, tokens = make_manager(mamba(2, block_size=4, checkpoints="all"), full()), list(range(40))
     manager.start("a", tokens)
     compute(manager, "a", tokens, *((n + 3, n + 1) for n in range(23)))
-    assert {0, 2} == {group for group, _ in manager.published()}
+    assert {0, 2} == {group for group, _ in findable_pages(manager)}
     manager.free("a")
-    assert {0, 2} == {group for group, _ in manager.published()}
+    assert {0, 2} == {group for group, _ in findable_pages(manager)}
     assert [5, 0, 5] == [pool_of(manager).count_cached()[group] for group in range(3)]
     assert 20 == manager.start("b", tokens)
     assert [[4], [], [0, 1, 2, 3, 4]] == resident(manager, "b")

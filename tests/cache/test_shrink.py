@@ -10,6 +10,7 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_testing.audit import audit, audit_each_verb
 
 from kvframe import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
@@ -96,12 +97,8 @@ class World:
     def __init__(self, specs: Sequence[KVCacheSpec], num_slabs: int) -> None:
         self.pages = Pages(specs)
         plan = make_plan(*specs, num_slabs=num_slabs, max_model_len=MAX_LEN)
-        self.manager = KVCacheManager(
-            plan,
-            max_num_seqs=4,
-            copier=self.pages.copy,
-            mover=self.pages.move,
-            audited=True,
+        self.manager = audit_each_verb(
+            KVCacheManager(plan, max_num_seqs=4, copier=self.pages.copy, mover=self.pages.move)
         )
         self.lives: dict[str, Life] = {}
 
@@ -243,7 +240,7 @@ def test_a_pool_without_pages_changes_nothing() -> None:
     before = manager.block_ids("a")
     assert not manager.shrink("a")
     assert before == manager.block_ids("a")
-    manager.audit()
+    audit(manager)
 
 
 def test_a_prompt_has_no_capacity_without_pages_for_what_it_keeps() -> None:
@@ -263,7 +260,7 @@ def test_a_failed_move_changes_nothing() -> None:
     with pytest.raises(RuntimeError, match="no"):
         manager.shrink("a")
     assert before == manager.block_ids("a")
-    manager.audit()
+    audit(manager)
     assert 20 == manager.find([*range(20), 20])
 
 

@@ -17,6 +17,7 @@ from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.tiers.stored_pages import StoredPages
 from kvframe_engine.tiers.tiers import Tiers
 from kvframe_stores import page_writer
+from kvframe_testing.audit import audit_each_verb
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
@@ -38,7 +39,7 @@ class Device:
         self.plan, self.has_stores = plan, stores
         self.pool = torch.zeros(plan.total_bytes, dtype=torch.uint8)
         host = HostStorage(plan, self.pool, host_slabs) if host_slabs else None
-        self.manager = KVCacheManager(plan, max_num_seqs=3, host_pages=host, audited=True)
+        self.manager = audit_each_verb(KVCacheManager(plan, max_num_seqs=3, host_pages=host))
         storage: Any = SimpleNamespace(pool=self.pool, plan=plan)
         page_stores = [ShelfStore(shelf="one")] if stores else []
         pages = StoredPages(storage, page_stores, bytes(32), lambda: ["plan"]) if stores else None

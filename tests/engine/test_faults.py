@@ -12,6 +12,7 @@ import torch
 from kvframe_engine.core import STEP_FAILED
 from kvframe_engine.graphs.device_graphs import CalledGraph
 from kvframe_engine.turns import HeldInterrupts
+from kvframe_testing.audit import audit
 
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.loading.plugins import load_plugins
@@ -77,7 +78,7 @@ def assert_outlived(engine: Engine, prompts: Sequence[Any], expected: Sequence[A
         else:
             assert expected[index] == output.token_ids
     assert 0 == held_pages(engine)
-    manager_of(engine).audit()
+    audit(manager_of(engine))
     assert expected == [output.token_ids for output in engine.generate(prompts, GREEDY)]
     assert_pool_as_before(engine)
 

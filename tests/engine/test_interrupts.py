@@ -19,6 +19,7 @@ import attrs
 import kvframe_engine
 import pytest
 from kvframe_engine.core import STEP_FAILED
+from kvframe_testing.audit import audit
 
 import kvframe
 from kvframe import Engine, RequestOutput, SamplingParams
@@ -190,7 +191,7 @@ class User:
     def check(self) -> None:
         """Check that the engine holds exactly what its user knows."""
         engine = self.engine
-        manager_of(engine).audit()
+        audit(manager_of(engine))
         assert sum(pin.is_held for pin in self.pins) == len(manager_of(engine)._pins._pins)
         going_on = {name for name, sample in self.tokens.keys() - self.ends.keys()}
         known = {request.asked_id for request in requests_of(engine).values()}

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from kvframe_engine.contract import DraftRequest, Proposer
+from kvframe_testing.audit import audit
 
 from kvframe import Engine, SamplingParams, Setup, Stack, load_plugins
 from kvframe.builtin.full_attention import FullAttentionSpec
@@ -218,7 +219,7 @@ def test_what_a_plugin_raises_ends_the_requests_of_its_step_at_most(place: str, 
         assert [] == serve(engine, "the quick")
         assert ["k bro"] == [output.text for output in engine.generate(["the quic"], SamplingParams(max_new_tokens=5))]
         assert {0} == set(engine.stats().blocks_held)
-        manager_of(engine).audit()
+        audit(manager_of(engine))
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ValueError])

@@ -16,6 +16,7 @@ import pytest
 import torch
 from kvframe_engine.prefixes.file_format import Contents
 from kvframe_engine.prefixes.file_reader import PrefixFileReader
+from kvframe_testing.audit import audit, findable_pages
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, Stack
@@ -28,10 +29,10 @@ SYSTEM = ids(3, 37)
 
 def refusal(engine: Engine, path: Path) -> PrefixFileError:
     """Return why a file is refused, after a check that nothing changed and that the reason is one sentence."""
-    before = (set(manager_of(engine).published()), storage_of(engine).pool.clone(), manager_of(engine).stats)
+    before = (set(findable_pages(manager_of(engine))), storage_of(engine).pool.clone(), manager_of(engine).stats)
     with pytest.raises(PrefixFileError) as refused:
         engine.load_prefixes(path)
-    after = (set(manager_of(engine).published()), storage_of(engine).pool, manager_of(engine).stats)
+    after = (set(findable_pages(manager_of(engine))), storage_of(engine).pool, manager_of(engine).stats)
     assert before[0] == after[0]
     assert torch.equal(before[1], after[1])
     assert before[2] == after[2]
@@ -352,5 +353,5 @@ def test_a_file_that_becomes_shorter_while_it_is_loaded_leaves_nothing_behind(
     )
     with pytest.raises(PrefixFileError, match="it became shorter while it was read"):
         engine.load_prefixes(path)
-    manager_of(engine).audit()
+    audit(manager_of(engine))
     assert 0 == held_pages(engine)

@@ -9,6 +9,7 @@ import attrs
 import pytest
 from kvframe_engine.engine import Engine
 from kvframe_engine.requests.request import SamplingParams
+from kvframe_testing.audit import findable_pages
 
 from kvframe.contract.errors import KVFrameError, PlanError, RequestError
 from tests.covering import keep
@@ -146,7 +147,7 @@ def test_memory_that_is_not_there_changes_nothing(
 ) -> None:
     with make(model, before) as engine:
         engine.generate(PROMPTS[:1], PARAMS)
-        plan, pages = engine.plan, sorted(manager_of(engine).published())
+        plan, pages = engine.plan, sorted(findable_pages(manager_of(engine)))
 
         def fail(*_: Any, **__: Any) -> None:
             raise RuntimeError("out of memory")
@@ -156,5 +157,5 @@ def test_memory_that_is_not_there_changes_nothing(
             with pytest.raises(PlanError, match=r"cpu has no [0-9]+ bytes to give the cache"):
                 engine.resize_cache(after)
         assert plan == engine.plan == manager_of(engine).plan
-        assert pages == sorted(manager_of(engine).published())
+        assert pages == sorted(findable_pages(manager_of(engine)))
         assert "length" == engine.generate(PROMPTS[2:3], PARAMS)[0].finish_reason

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors
 from kvframe_engine.requests.prompt import AnyPrompt
+from kvframe_testing.audit import audit, findable_pages
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, InputSequence, Prompt, Stack, content_key, prefix_key
@@ -56,7 +57,7 @@ def test_tokens_behind_a_loaded_prefix_are_those_of_an_engine_that_computed_it(t
         (loaded,) = engine.load_prefixes(path)
         assert saved == loaded
         assert 0 == held_pages(engine)
-        manager_of(engine).audit()
+        audit(manager_of(engine))
         assert (0, 0) == (engine.stats().computed_tokens, found(engine))
         assert expected == tokens(engine, ASKED)
         assert 2 * kept == found(engine)
@@ -152,7 +153,7 @@ def test_a_prefix_with_an_input_is_not_saved_without_a_key(whisper: TinyModel, t
         with pytest.raises(PrefixFileError, match=r"cannot hold prompts with an input .*; set key") as refused:
             engine.save_prefixes(tmp_path / "prefixes", [heard(LOG_MEL, 3, 5, 7, 9)])
         assert "no_key" == refused.value.code
-        assert (0, []) == (engine.stats().computed_tokens, list(manager_of(engine).published()))
+        assert (0, []) == (engine.stats().computed_tokens, list(findable_pages(manager_of(engine))))
     assert ["prefixes"] == [each.name for each in tmp_path.iterdir()]
     assert b"before" == (tmp_path / "prefixes").read_bytes()
 
@@ -169,8 +170,8 @@ def test_a_file_with_inputs_is_refused_where_they_would_not_be_found(whisper: Ti
             with pytest.raises(PrefixFileError, match=says) as refused:
                 engine.load_prefixes(path)
             assert code == refused.value.code
-            assert [] == list(manager_of(engine).published())
-            manager_of(engine).audit()
+            assert [] == list(findable_pages(manager_of(engine)))
+            audit(manager_of(engine))
 
 
 def test_without_inputs_a_file_needs_no_key(llama: TinyModel, tmp_path: Path) -> None:
@@ -205,7 +206,7 @@ def test_listeners_are_told_of_what_is_loaded(tiny: TinyModel, tmp_path: Path) -
             engine.load_prefixes(tmp_path / "prefixes")
             if not is_early:
                 engine.on_cache_events = mirror.replay
-            assert len(mirror.blocks) == len(list(manager_of(engine).published())) > 0
+            assert len(mirror.blocks) == len(list(findable_pages(manager_of(engine)))) > 0
     assert mirrors[0].blocks.keys() == mirrors[1].blocks.keys()
 
 
@@ -217,9 +218,9 @@ def test_equal_pages_are_in_a_file_and_in_the_cache_once(llama: TinyModel, tmp_p
         assert engine.plan.groups[0].page_bytes < sizes[1] - sizes[0] < 2 * engine.plan.groups[0].page_bytes
     with llama.engine(block_size=4) as engine:
         assert all(each.is_cached for each in engine.load_prefixes(tmp_path / "two"))
-        assert 10 + 1 == len(set(manager_of(engine).published()))
+        assert 10 + 1 == len(set(findable_pages(manager_of(engine))))
         engine.load_prefixes(tmp_path / "two")
-        assert 10 + 1 == len(set(manager_of(engine).published()))
+        assert 10 + 1 == len(set(findable_pages(manager_of(engine))))
 
 
 def test_other_libraries_read_the_file(llama: TinyModel, tmp_path: Path) -> None:
@@ -248,7 +249,7 @@ def test_of_prefixes_that_do_not_fit_the_first_are_loaded(llama: TinyModel, tmp_
         assert loaded[20].reason is not None
         assert "longer than a request can be here (64 tokens)" in loaded[20].reason
         assert 0 == held_pages(engine)
-        manager_of(engine).audit()
+        audit(manager_of(engine))
         # The first prefix is evicted last: it is hit while a request takes the others' pages.
         tokens(engine, [ids(90, 20)])
         assert prompts[0][:28] == prompts[0][: manager_of(engine).find(prompts[0])]

@@ -12,6 +12,7 @@ import torch
 from kvframe_engine.tiers import tiers
 from kvframe_engine.tiers.read_rate import ReadRate
 from kvframe_stores import page_writer, sealed_store
+from kvframe_testing.audit import audit
 
 from kvframe import BlocksStored, CacheCleared, CacheEvent, Engine, Hints, Stack, load_plugins
 from kvframe.contract.errors import StackError
@@ -92,7 +93,7 @@ def test_evicted_prefixes_come_back(tiny: TinyModel, name: str) -> None:
             assert 0 < output.cached.restored_tokens <= output.cached.num_tokens
             assert set(output.cached.restored_from) <= {"host_memory", "shelf"}
         assert 0 == held_pages(engine)
-        manager_of(engine).audit()
+        audit(manager_of(engine))
 
 
 def test_one_engine_computes_prompts_and_another_generates(tiny: TinyModel) -> None:
@@ -270,7 +271,7 @@ def test_host_memory_forgets_pages_of_other_weights(llama: TinyModel) -> None:
         tokens(engine, [*ASKED, *OTHERS])
         assert engine.stats().host_blocks > 0
         engine.reset_prefix_cache()
-        manager_of(engine).audit()
+        audit(manager_of(engine))
         assert 0 == engine.stats().host_blocks
         (output,) = engine.generate(ASKED[:1], GREEDY)
         assert output.cached is not None

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_testing.audit import audit
 from kvframe_torch.backend import TorchBackend
 from kvframe_transformers.testing import save_tiny
 
@@ -57,7 +58,7 @@ def assert_pool_as_before(engine: Engine) -> None:
     engine.reset_prefix_cache()
     pool = pool_of(manager_of(engine))
     assert (0, engine.plan.num_slabs) == (pool.num_cached, pool.num_idle_slabs)
-    manager_of(engine).audit()
+    audit(manager_of(engine))
 
 
 # --- no block is held after a request's end, of any kind --------------------------------------------------------------

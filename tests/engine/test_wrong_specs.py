@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_testing.audit import audit, audit_each_verb
 
 from kvframe import Engine, Layers, RequestOutput, Setup, Stack, load_plugins
 from kvframe.builtin.full_attention import FullAttentionSpec
@@ -227,7 +228,7 @@ def test_a_spec_that_answers_no_further_than_requests_go_is_taken() -> None:
     manager.start("one", tokens := [1] * 64)
     assert manager.extend("one", 64)
     manager.commit("one", tokens, 64)
-    manager.audit()
+    audit(manager)
 
 
 @attrs.frozen(kw_only=True)
@@ -344,7 +345,7 @@ def serve(engine: Engine, prompts: list[list[int]]) -> list[RequestOutput]:
         if not engine.has_unfinished:
             break
     assert 0 == held_pages(engine)
-    manager_of(engine).audit()
+    audit(manager_of(engine))
     return [last[name] for name in names]
 
 
@@ -435,7 +436,7 @@ class LyingState(StateSpec):
 def test_wrong_stored_blocks_are_refused_and_change_nothing(answer: Any) -> None:
     where = unsampled(LyingState(block_size=4))
     plan = plan_of(full(), LyingState(block_size=4, said=answer, where=(where,)))
-    manager = KVCacheManager(plan, max_num_seqs=2, audited=True)
+    manager = audit_each_verb(KVCacheManager(plan, max_num_seqs=2))
     tokens = [3] * 200
     for name in ("one", "other"):
         manager.start(name, tokens, salt=name)
@@ -453,7 +454,7 @@ def test_wrong_stored_blocks_are_refused_and_change_nothing(answer: Any) -> None
 def test_a_row_whose_spec_answered_wrongly_goes_nowhere_and_can_be_freed() -> None:
     where = WHERE[1]
     plan = plan_of(full(), lying(where))
-    manager = KVCacheManager(plan, max_num_seqs=3, audited=True)
+    manager = audit_each_verb(KVCacheManager(plan, max_num_seqs=3))
     tokens = [5] * 200
     manager.start("one", tokens)
     assert manager.extend("one", where)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvframe_testing.audit import audit
+
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import KVCacheSpec
 from tests.cache.plans import make_plan
@@ -37,7 +39,7 @@ def compute(manager: KVCacheManager, name: str, tokens: Sequence[int], *steps: i
     for num_tokens in steps or (len(tokens),):
         assert manager.extend(name, num_tokens)
         manager.commit(name, tokens, num_tokens)
-    manager.audit()
+    audit(manager)
     return num_hit
 
 

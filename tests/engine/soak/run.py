@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from kvframe_engine.core import STEP_FAILED
+from kvframe_testing.audit import audit
 
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.cache.events import CacheEvent
@@ -170,7 +171,7 @@ class Soak:
     def _audit(self) -> None:
         self.counts["audits"] += 1
         try:
-            manager_of(self.engine).audit()
+            audit(manager_of(self.engine))
         except AssertionError as error:
             self.wrong["leaks"].append(f"step {self.counts['steps']}: {error}")
         self._compare_mirror()

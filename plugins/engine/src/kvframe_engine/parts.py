@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -52,6 +53,9 @@ def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
     Args:
         assembly: The set-up.
         poison_freed: Whether all pages are filled with NaN, now and when they are freed.
+
+    Raises:
+        StackError: The stack asks for an audit, and ``kvframe-testing`` is not installed.
     """
     cache, storage = assembly.stack.cache, assembly.storage
     manager = KVCacheManager(
@@ -61,7 +65,6 @@ def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
         host_pages=assembly.host,
         copier=storage.copy_pages,
         mover=assembly.setup.make_mover(assembly.views),
-        audited=cache.audit,
         eviction=assembly.setup.make_part("eviction", assembly.stack.cache.eviction),
         max_kept_share=cache.max_kept_percent / 100,
     )
@@ -69,7 +72,23 @@ def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
         storage.poison()
         assembly.layers.local.is_poisoned = True
         manager.on_pages_freed = lambda group, block_ids: storage.fill(group, block_ids, math.nan)
+    if cache.audit:
+        _audit(manager, assembly.stack.source)
     return manager
+
+
+def _audit(manager: KVCacheManager, source: str) -> None:
+    """Let every verb of a cache manager check that pages are counted right; raise a ``StackError`` without the kit."""
+    try:
+        kit = importlib.import_module("kvframe_testing.audit")
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("kvframe_testing"):
+            raise
+        raise StackError(
+            f"{source}: cache.audit counts pages by kvframe-testing, which is not installed; try: "
+            "pip install kvframe-testing"
+        ) from error
+    kit.audit_each_verb(manager)
 
 
 def make_page_stores(setup: Setup) -> list[PageStore]:

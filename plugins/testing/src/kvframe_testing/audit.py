@@ -1,27 +1,79 @@
-"""The audit: checks that every page is free, held or cached, and that all counts of the cache are right.
+"""The audit: checks that every page of a cache is free, held or cached, and that all counts of the cache are right.
 
-It takes time in proportion to the pool: it is for tests, and for debug mode, in which it follows every verb. A check
-that fails raises an ``AssertionError`` whose text says what is wrong.
+It takes time in proportion to the pool: it is for tests, and for ``[cache] audit``, in which it follows every verb. A
+check that fails raises an ``AssertionError`` whose text says what is wrong.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvframe.cache.block_order import BlockIds
 from kvframe.cache.block_pool import NO_OWNER, BlockPool
 from kvframe.cache.block_table import BlockTables, Counts
+from kvframe.cache.host_tier import HostTier
+from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.radix_tree import RadixTree
 from kvframe.planning.plan import KVCachePlan
 
-READERS = frozenset(
-    ("audit", "block_ids", "find", "has_capacity", "may_be_needed", "missing_inputs", "published", "row")
-)
-"""Public methods of the manager that change nothing. Debug mode audits after all others."""
+M = TypeVar("M", bound=KVCacheManager)
+READERS = frozenset(("block_ids", "find", "has_capacity", "may_be_needed", "missing_inputs", "row"))
+"""Public methods of the manager that change nothing. ``audit_each_verb`` audits after all others."""
+
+
+def audit(manager: KVCacheManager) -> None:
+    """Check that every page is free, held or cached, and that pages and rows are counted right.
+
+    Raises:
+        AssertionError: A check fails; the text names it.
+    """
+    tables, numbers = manager.tables, manager._numbers
+    taken_rows = [entry.row for entry in manager._entries.values()]
+    _audit_rows(tables, manager._rows.free, taken_rows, numbers.num_blocks, numbers.num_computed)
+    held_pages = np.concatenate([pages_in(tables), manager._pins.pinned_pages()])
+    _audit_pool(manager._pool, manager.plan, held_pages)
+    _audit_tree(manager._cache.tree)
+    if manager.host_tier is not None:
+        _audit_host_tier(manager.host_tier, manager.plan)
+
+
+def audit_each_verb(manager: M) -> M:
+    """Let a manager's verbs audit it when they return or raise; return the manager."""
+    for name in dir(type(manager)):
+        if not name.startswith("_") and name not in READERS and callable(getattr(type(manager), name)):
+            setattr(manager, name, _audited(manager, name))
+    return manager
+
+
+def _audited(manager: KVCacheManager, name: str) -> Callable[..., Any]:
+    verb = getattr(manager, name)
+
+    @functools.wraps(verb)
+    def audited(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return verb(*args, **kwargs)
+        finally:
+            try:
+                audit(manager)
+            except AssertionError as error:
+                raise AssertionError(f"the cache is broken after {name!r}: {error}") from error
+
+    return audited
+
+
+def findable_pages(manager: KVCacheManager) -> Iterator[tuple[int, int]]:
+    """Yield the group and block id of each page that a lookup can find."""
+    tree = manager._cache.tree
+    for node in tree.walk():
+        for pages, groups in zip(node.pages, tree.groups, strict=True):
+            for group, row in zip(groups, pages, strict=True):
+                yield from ((group, page) for page in row[row != 0].tolist())
+    for blocks, pages in manager._cache.inputs.entries.values():
+        yield from ((blocks.group, page) for page in pages[pages != 0].tolist())
 
 
 def pages_in(tables: BlockTables) -> BlockIds:
@@ -30,7 +82,7 @@ def pages_in(tables: BlockTables) -> BlockIds:
     return np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32)
 
 
-def audit_rows(
+def _audit_rows(
     tables: BlockTables, free: Sequence[int], taken_rows: Sequence[int], num_blocks: Counts, num_computed: Counts
 ) -> None:
     """Check that every row is free or belongs to one request, and that no page is in a column that is not in use."""
@@ -43,7 +95,7 @@ def audit_rows(
         _require(not (table.ids != 0)[is_after].any(), "a row names a page after its last block")
 
 
-def audit_pool(pool: BlockPool, plan: KVCachePlan, held_blocks: BlockIds) -> None:
+def _audit_pool(pool: BlockPool, plan: KVCachePlan, held_blocks: BlockIds) -> None:
     """Check that a pool's pages are free, held or cached, and counted.
 
     ``held_blocks`` names each page as often as it has holders.
@@ -76,7 +128,7 @@ def audit_pool(pool: BlockPool, plan: KVCachePlan, held_blocks: BlockIds) -> Non
     _require(not (is_published & is_free).any(), "a page is free and can be found")
 
 
-def audit_tree(tree: RadixTree) -> None:
+def _audit_tree(tree: RadixTree) -> None:
     """Check that every node counts its pages right, and that the pool has it as their owner."""
     for node in tree.walk():
         node_pages = [pages[pages != 0] for pages in node.pages]
@@ -85,29 +137,17 @@ def audit_tree(tree: RadixTree) -> None:
             _require(bool((tree.pool.owners_of(pages) == node.owner).all()), "a node names a page of another owner")
 
 
+def _audit_host_tier(tier: HostTier, plan: KVCachePlan) -> None:
+    """Check that host pages are free, held while they are copied, or cached under one key each."""
+    held_pages = np.concatenate([np.zeros(0, np.int32), *tier._held_pages])
+    _audit_pool(tier.pool, plan, held_pages)
+    pages = tier.pool.free_list.all_blocks()
+    by_key = {page: (group, key) for group, ids in enumerate(tier._host_ids) for key, page in ids.items()}
+    _require(by_key == tier._key_of, "keys and pages of the host memory disagree")
+    cached_pages = set(pages[tier.pool.is_cached(pages)].tolist())
+    _require(cached_pages == tier._key_of.keys() - set(held_pages.tolist()), "a cached host page has no key")
+
+
 def _require(is_so: bool, otherwise: str) -> None:
     if not is_so:
         raise AssertionError(otherwise)
-
-
-def audit_each_verb(manager: Any) -> None:
-    """Replace the verbs of one cache manager by verbs that audit it when they return or raise."""
-    for name in dir(type(manager)):
-        if not name.startswith("_") and name not in READERS and callable(getattr(type(manager), name)):
-            setattr(manager, name, _audited(manager, name))
-
-
-def _audited(manager: Any, name: str) -> Callable[..., Any]:
-    verb = getattr(manager, name)
-
-    @functools.wraps(verb)
-    def audited(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return verb(*args, **kwargs)
-        finally:
-            try:
-                manager.audit()
-            except AssertionError as error:
-                raise AssertionError(f"the cache is broken after {name!r}: {error}") from error
-
-    return audited
