@@ -29,7 +29,6 @@ from .cache.stats import GroupLookups as GroupLookups
 from .cache.stats import KVCacheStats as KVCacheStats
 from .cache.stored_prefix import PrefixBlocks as PrefixBlocks
 from .config.choices import make_page_stores as make_page_stores
-from .config.hub import find_model as find_model
 from .config.options import Use as Use
 from .config.stack import Stack as Stack
 from .contract.errors import KVFrameError as KVFrameError
@@ -56,4 +55,5 @@ from .planning.plan import KVCachePlan as KVCachePlan
 from .planning.plan import plan_cache as plan_cache
 from .planning.ranks import plan_ranks as plan_ranks
 from .planning.recognise import describe as describe
+from .planning.recognise import find_model as find_model
 from .selection.choice import Choice as Choice

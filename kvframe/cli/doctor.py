@@ -19,7 +19,6 @@ from kvframe.cli.model_check import check_model
 from kvframe.cli.options import json_option, read_stack, stack_option
 from kvframe.cli.render import format_bytes, print_facts, print_json, print_reasons, print_table
 from kvframe.cli.store_check import CheckResult, check_publisher, check_stores
-from kvframe.config.hub import find_model
 from kvframe.contract.errors import PlanError, PluginError
 from kvframe.contract.foreign import explain_failed_import
 from kvframe.loading.claims import BUILTIN_OWNER, canonical
@@ -57,6 +56,7 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
     served.
     """
     from kvframe.loading.plugins import load_plugins
+    from kvframe.planning.recognise import find_model
 
     stack = read_stack(stack_file)
     torch_problem = _try_torch()
@@ -75,7 +75,7 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
     problems += [*store_check.problems, *publisher_check.problems]
     model_check = None
     if model is not None and not torch_problem:
-        model_check = check_model(find_model(model, weights=False), stack, host)
+        model_check = check_model(find_model(model, weights=False, registry=host.registry), stack, host)
         problems += model_check.problems
     report = {
         "versions": _versions(host),

@@ -19,7 +19,6 @@ from kvframe.cli.options import (
 )
 from kvframe.cli.pages import write_page
 from kvframe.cli.render import compact_names, print_facts, print_json, print_note, print_reasons, print_table
-from kvframe.config.hub import find_model
 from kvframe.contract.eviction import LRU
 from kvframe.contract.formats import PLAIN
 
@@ -58,11 +57,11 @@ def explain(
     MODEL_OR_CONFIG is what `kvframe plan` takes; no weights are read.
     """
     from kvframe.hosting.setup import Setup
-    from kvframe.planning.recognise import find_reader
+    from kvframe.planning.recognise import find_model, find_reader
 
     stack = read_stack(stack_file, model={"device": device, "dtype": dtype})
     registry = load_checked_plugins(stack).registry
-    path = find_model(model, weights=False)
+    path = find_model(model, weights=False, registry=registry)
     reader = find_reader(path, registry)
     setup = Setup.read(path, stack, registry, reader=reader)
     dtype = setup.stack.model.dtype

@@ -31,7 +31,6 @@ from kvframe.cli.pages import write_page
 from kvframe.cli.pages.plan import page_of_plan
 from kvframe.cli.plan_tables import computed_otherwise, host_bytes_of, print_plan
 from kvframe.cli.render import print_json
-from kvframe.config.hub import find_model
 
 if TYPE_CHECKING:
     from kvframe.hosting.setup import Setup
@@ -109,7 +108,7 @@ def plan(
     """
     from kvframe.hosting.device_plan import DevicePlan, default_reserve, setup_of_share
     from kvframe.hosting.setup import Setup
-    from kvframe.planning.recognise import find_reader
+    from kvframe.planning.recognise import find_model, find_reader
 
     if device_memory is not None and cache_memory is not None:
         raise click.UsageError("give one of --memory, the device's, and --cache-memory, the cache's")
@@ -122,7 +121,7 @@ def plan(
         limits={"max_model_len": max_model_len},
     )
     registry = load_checked_plugins(stack).registry
-    path = find_model(model, weights=False)
+    path = find_model(model, weights=False, registry=registry)
     reader = find_reader(path, registry)
     setup, device = Setup.read(path, stack, registry, runs_here=False, reader=reader), None
     if device_memory is not None:

@@ -448,6 +448,18 @@ class ModelAdapter(Growing, ABC):
     def recognises(self, path: Path) -> bool:
         """Return whether ``path`` (a folder, or a config file) is of this adapter's kind. Cheap: no heavy import."""
 
+    def find(self, name: str, *, weights: bool) -> Path | None:
+        """Return the folder of the model that a name stands for; None, the default, if it is no name of a model.
+
+        Called by commands for a name of two parts, ``owner/name``, if there is no such file or folder. The adapter may
+        download what is missing. Raises ``ModelError`` if the name is one of a model that cannot be read here.
+
+        Args:
+            name: The name.
+            weights: Whether ``load`` will be called; otherwise only what ``describe`` reads is needed.
+        """
+        return None
+
     @abstractmethod
     def describe(self, path: Path) -> ModelDescription:
         """Read the layers from the config alone; raises ``ModelError`` if it is not the config of a known model."""

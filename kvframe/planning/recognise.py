@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -13,11 +14,10 @@ import attrs
 
 from kvframe.config.options import MODEL_DTYPES
 from kvframe.contract.description import ModelDescription, ModelShare
-from kvframe.contract.errors import FileError, KVFrameError, ModelError, PluginError, shown
+from kvframe.contract.errors import FileError, KVFrameError, ModelError, PluginError, nearest_of, shorten, shown
 from kvframe.contract.files import exists
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.loading.packages import to_install
-from kvframe.loading.plugins import load_plugins
 from kvframe.planning.layer_file import LayerFiles, is_layer_file, parse_file
 
 if TYPE_CHECKING:
@@ -64,6 +64,13 @@ class FoundAdapter:
         if type(answer) is not bool:
             raise PluginError(f"{self.whose}: recognises() must return True or False, not {safe_repr(answer)}")
         return answer
+
+    def find(self, name: str, *, weights: bool) -> Path | None:
+        """Return the folder of a model by its name, or None; raise ``KVFrameError`` if the adapter refuses or fails."""
+        folder: Any = call(f"{self.whose}: find()", self.adapter.find, name, weights=weights, passes=(KVFrameError,))
+        if folder is None or isinstance(folder, Path):
+            return folder
+        raise PluginError(f"{self.whose}: find() must return a Path or None, not {safe_repr(folder)}")
 
     def describe(self, path: Path) -> ModelDescription:
         """Return the description of the model at ``path``; raise ``KVFrameError`` if the adapter refuses or fails."""
@@ -115,6 +122,54 @@ class FoundAdapter:
         if not isinstance(description, ModelDescription):
             raise PluginError(f"{self.whose}: {demand}, not {safe_repr(description)}")
         return description
+
+
+def find_model(model: Path | str, *, weights: bool, registry: Registry | None = None) -> Path:
+    """Return the path of a model: its own, or the folder that a model adapter finds by the name ``owner/name``.
+
+    An adapter may download what is missing. That of ``kvframe-transformers`` knows the repositories of the Hugging Face
+    Hub, by ``owner/name`` or ``owner/name@revision``.
+
+    Args:
+        model: A path; or a name, if there is no such file or folder.
+        weights: Whether the model will run; otherwise only its config is needed.
+        registry: Where model adapters are looked up; the installed plugins' unless given.
+
+    Raises:
+        ModelError: There is no such path, and no adapter finds a model by that name.
+    """
+    path = Path(model)
+    try:
+        if exists(path):
+            return path
+    except FileError as error:
+        raise ModelError(f"{shorten(str(path))} {error}") from error
+    sentences = [_not_there(path)]
+    from kvframe.loading.plugins import load_plugins  # here, so that help of the command line loads no plugins
+
+    is_name = len(Path(str(path).partition("@")[0]).parts) == 2 and not path.is_absolute()
+    if is_name:
+        adapters = (load_plugins().registry if registry is None else registry).model_adapters
+        for name in adapters.names():
+            try:
+                folder = FoundAdapter.make(adapters.get(name)).find(str(path), weights=weights)
+            except KVFrameError as error:
+                sentences.append(str(error))
+            else:
+                if folder is not None:
+                    return folder
+        if not adapters.names():
+            sentences.append(f"to read a repository of the Hugging Face Hub: {to_install('kvframe-transformers')}")
+    raise ModelError("; ".join(sentences))
+
+
+def _not_there(path: Path) -> str:
+    """Return that a path does not exist, with the name in its folder that is most like its own."""
+    nearest = None
+    with suppress(OSError):
+        nearest = nearest_of(path.name, [entry.name for entry in path.parent.iterdir()])
+    hint = "" if nearest is None else f" (did you mean {path.with_name(nearest)}?)"
+    return f"there is no file or folder {path}{hint}"
 
 
 def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
@@ -192,6 +247,8 @@ def describe(path: str | Path, *, plugins: Sequence[ModuleType] = ()) -> ModelDe
         ModelError: The path does not exist, is not a model, or is a model that no plugin can describe.
         PluginError: The adapter that recognises it fails.
     """
+    from kvframe.loading.plugins import load_plugins
+
     return describe_model(Path(path), load_plugins(plugins=plugins).registry)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+from kvframe_transformers.adapter import TransformersAdapter
 from kvframe_transformers.testing import save_tiny
 
-from kvframe.config import hub
+from kvframe import find_model
 from tests.programs import run_program
 from tests.support.commands import run, without_start
 
@@ -173,7 +173,7 @@ def test_an_empty_cache_says_in_one_sentence_what_is_needed(arguments: tuple[str
     done = run_offline(here / "cache", *arguments)
     assert (2, "") == (done.returncode, done.stdout)
     assert (
-        "kvframe: error: there is no file or folder acme/tiny-llama, HF_HUB_OFFLINE is set, and the cache "
+        "kvframe: error: there is no file or folder acme/tiny-llama; HF_HUB_OFFLINE is set, and the cache "
         f"{here}/cache lacks it: `hf download acme/tiny-llama{files}` with a connection puts there what this command "
         "needs offline\n"
     ) == done.stderr
@@ -198,7 +198,7 @@ def response(code: int) -> Any:
         ),
         (
             lambda: errors.RepositoryNotFoundError("404", response=response(404)),
-            "and no repository of that id on the Hugging Face Hub that you may read",
+            "; there is no repository of that id on the Hugging Face Hub that you may read",
         ),
         (
             lambda: errors.RevisionNotFoundError("404", response=response(404)),
@@ -219,12 +219,19 @@ def test_a_failed_download_is_one_sentence(
     assert says in result.stderr
 
 
-def test_without_the_library_the_sentence_says_what_installs_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    result = run("plan", REPOSITORY)
+def test_without_a_model_adapter_the_sentence_says_what_installs_one(here: Path) -> None:
+    (here / "stack.toml").write_text('[plugins]\ndisabled = ["transformers"]\n')
+    result = run("plan", REPOSITORY, "--stack", "stack.toml")
     assert (2, True) == (result.exit_code, result.stderr.endswith("plugins/transformers\n"))
+
+
+def test_what_an_adapter_says_wrongly_is_one_sentence(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TransformersAdapter, "find", lambda *_, weights: "a folder")
+    result = run("plan", REPOSITORY)
+    assert "model adapter 'kvframe-transformers:transformers': find() must return a Path or None" in result.stderr
+    assert 1 == len(result.stderr.splitlines())
 
 
 def test_a_path_that_is_none_is_one_sentence() -> None:
     assert "cannot be read: File name too long" in run("generate", "a" * 5000, "--prompt", "a").stderr
-    assert hub.find_model(Path(__file__), weights=True) == Path(__file__)
+    assert find_model(Path(__file__), weights=True) == Path(__file__)

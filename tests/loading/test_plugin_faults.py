@@ -39,7 +39,7 @@ from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import group_layers
 from kvframe.planning.layer_specs import make_layer_specs
-from kvframe.planning.recognise import adopt_model, find_adapter
+from kvframe.planning.recognise import adopt_model, find_adapter, find_model
 from kvframe.selection.choice import Choice
 from kvframe.selection.select import select_backends
 from tests.covering import cover_values
@@ -367,6 +367,10 @@ def load_whole(registry: Registry) -> None:
     find_adapter(Path(__file__), registry).load(Path(__file__), device="cpu", dtype="float32", whole=True)
 
 
+def find(registry: Registry) -> None:
+    find_model("owner/name", weights=True, registry=registry)
+
+
 def adopt(registry: Registry) -> None:
     adopt_model(object(), None, registry)
 
@@ -432,6 +436,7 @@ INTERFACES = (
         {
             "__init__": describe,
             "recognises": describe,
+            "find": find,
             "describe": describe,
             "dtype_of": dtype_of,
             "share_of_rank": share_of_rank,
@@ -506,6 +511,7 @@ RIGHT = {
     ("unusable_reason", "nothing"),
     ("adopt", "nothing"),
     ("dtype_of", "nothing"),
+    ("find", "nothing"),
     ("page_copier", "nothing"),
     ("unusable_reason", "a text"),
 }

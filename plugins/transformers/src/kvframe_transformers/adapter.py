@@ -42,6 +42,7 @@ from kvframe_transformers.encoder_alone import EncoderAlone
 from kvframe_transformers.encoder_decoder import EncoderDecoderModel
 from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions, text_attribute
 from kvframe_transformers.generation import read_generation_config, sampling_of, warn_of_others
+from kvframe_transformers.hub import find_repository
 from kvframe_transformers.in_memory import build_like, config_of, generation_eos_token_ids, place_of
 from kvframe_transformers.known_values import KnownValues
 from kvframe_transformers.model import TransformersModel
@@ -72,6 +73,10 @@ class TransformersAdapter(ModelAdapter):
         """Return whether ``path`` has a config that names a model type or architectures."""
         config = read_config_file(path)
         return config is not None and ("model_type" in config or "architectures" in config)
+
+    def find(self, name: str, *, weights: bool) -> Path | None:
+        """Return the folder of a repository on the Hugging Face Hub; download what is missing."""
+        return find_repository(name, weights=weights)
 
     def describe(self, path: Path) -> ModelDescription:
         """Read the layers by a forward of the model without weights; raise ``ModelError`` if that is not possible."""
