@@ -197,7 +197,7 @@ class BlockAllocator:
         new_pages = self._pool.allocate_blocks(counts)
         if new_pages is None:
             return None
-        pages = np.split(new_pages, np.cumsum(counts)[:-1])
+        pages = [new_pages[stop - count : stop] for count, stop in zip(counts, accumulate(counts), strict=True)]
         for group, (indices, ids) in enumerate(zip(blocks, pages, strict=True)):
             _NewBlocks(self._part_of[group], np.full(len(indices), row), indices).write(ids[None])
         return pages

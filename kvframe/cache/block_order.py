@@ -243,7 +243,6 @@ class PriorityOrder:
 
     def add(self, priorities: int | Numbers, stamp: int, block_ids: AnyBlockIds) -> None:
         """Add blocks that are released together, each with its priority."""
-        assert not isinstance(priorities, int)
         for priority, where in equal_runs(priorities):
             self._num_runs += 1
             # A copy, because the given array may be a part of a block table.
@@ -290,18 +289,10 @@ class PriorityOrder:
         else:
             heappop(self._runs)
 
-    def entries(self) -> tuple[Numbers, AnyBlockIds]:
-        """Return the stamps and ids of all blocks, without stale entries."""
-        self._remove_stale()
-        stamps = np.repeat([entry[2] for entry in self._runs], [len(entry[3]) for entry in self._runs])
-        return stamps.astype(np.int64), np.concatenate([np.zeros(0, np.int32), *(entry[3] for entry in self._runs)])
-
-    def by_release(self) -> ReleaseOrder:
-        """Return the same blocks in the order of their release."""
-        stamps, block_ids = self.entries()
-        by_stamp, order = np.argsort(stamps, kind="stable"), ReleaseOrder(self._is_current)
-        order.add(0, stamps[by_stamp], block_ids[by_stamp])
-        return order
+    def rank_by_release(self) -> None:
+        """Order the blocks by their release from now on."""
+        self._runs = [(stamp, number, stamp, block_ids) for _, number, stamp, block_ids in self._runs]
+        heapify(self._runs)
 
 
 class PolicyPriorities:

@@ -107,13 +107,6 @@ class BlockPool:
         """The policy that gives cached blocks their priorities; with ``LRU`` they are the stamps of the releases."""
         return LRU if self._policy is None else self._policy.policy
 
-    def count_cached(self) -> list[int]:
-        """Return the cached blocks of each group, in time that grows with the pool."""
-        pool_indices = self._pool_indices(np.concatenate([order.entries()[1] for order in self._orders]))
-        groups = np.broadcast_to(self._groups_of(pool_indices), len(pool_indices))
-        counts: list[int] = np.bincount(groups, minlength=len(self.blocks_held)).tolist()
-        return counts
-
     def is_cached(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
         """Return whether each block is cached: ``[n], bool, host``."""
         is_cached: npt.NDArray[np.bool_] = self._state[self._pool_indices(block_ids)] > 0
@@ -256,7 +249,9 @@ class BlockPool:
             why = f"eviction policy {policy.policy.name!r}: priorities() failed: KeyboardInterrupt"
         _log.error("%s; it is set aside, and the least recently used blocks are evicted first", why)
         self._policy = None
-        self._orders = [order.by_release() for order in self._orders if isinstance(order, PriorityOrder)]
+        for order in self._orders:
+            if isinstance(order, PriorityOrder):
+                order.rank_by_release()
         return self._stamp
 
     # --- hints --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,10 @@ from kvframe.contract.foreign import safe_repr
 PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages within the pool, byte by byte: of a group, from some block ids to as many others. It may raise."""
 
+FillPages = Callable[[int, Sequence[int], Sequence[int]], None]
+"""Fills pages of a request: of a group, those of blocks given by their indices, which have these block ids. It may
+raise."""
+
 TokenMover = Callable[[int, Sequence[Sequence[int]], Mapping[int, Sequence[int]]], None]
 """Moves the tokens that layers keep of a prompt: given its number of tokens, the block ids of its request by group,
 and the pages into which each of some groups moves the tokens that it keeps. It may raise."""
@@ -76,9 +80,7 @@ class KVCacheCoordinator:
         state.missing_inputs = frozenset(
             blocks.sequence for blocks in state.inputs if blocks.sequence not in hit.inputs
         )
-        self.begin_row(row, hit.num_tokens, state)
-        for group, pages in enumerate(needed_pages):
-            self.reference_blocks(row, group, pages)
+        self._begin_row(row, hit.num_tokens, state, needed_pages)
         self.allocator.note_capacity(np.array([row]))
 
     def fork_row(self, row: int, new_row: int, state: RowState, copier: PageCopier) -> bool:
@@ -90,52 +92,78 @@ class KVCacheCoordinator:
         Returns:
             False, and nothing changed, if the pool has too few pages for the copies.
         """
-        numbers, num_computed = self._numbers, self._numbers.num_computed.item(row)
-        blocks, is_copied = [], [0] * len(self._tables)
+        num_computed = self._numbers.num_computed.item(row)
+        full_pages, other_blocks = [], []
         for group in self._kinds.plan.groups:
-            index, count = group.index, numbers.num_blocks.item(group.index, row)
+            count = num_full = self._numbers.num_blocks.item(group.index, row)
             if not group.is_of_input:
                 # Blocks without a computed token stay the other row's own.
-                count = min(count, -(-num_computed // group.block_size))
-            ids = self._tables[index].ids[row, :count]
-            is_full = group.is_of_input or count * group.block_size <= num_computed
-            is_copied[index] = 0 if is_full or not ids[-1] else 1
-            blocks.append(ids.copy())
-        copies = self._pool.allocate_blocks(is_copied)
-        if copies is None:
+                count, num_full = min(count, -(-num_computed // group.block_size)), num_computed // group.block_size
+            ids = self._tables[group.index].ids[row, :count].copy()
+            other_blocks.append(np.flatnonzero(ids[num_full:]) + num_full)
+            ids[num_full:] = 0
+            full_pages.append(ids)
+
+        def copy(group: int, blocks: Sequence[int], block_ids: Sequence[int]) -> None:
+            copier(group, self._tables[group].ids[row, blocks].tolist(), block_ids)
+
+        if not self.fill_row(new_row, num_computed, state, full_pages, other_blocks, copy):
             return False
-        copied_groups = np.flatnonzero(is_copied)
-        try:
-            for index, page in zip(copied_groups.tolist(), copies.tolist(), strict=True):
-                copier(index, blocks[index][-1:].tolist(), [page])
-        except BaseException:
-            self._pool.release_blocks(copies, copied_groups)
-            raise
-        self.begin_row(new_row, num_computed, state)
-        for index, ids in enumerate(blocks):
-            self.reference_blocks(new_row, index, ids[: len(ids) - is_copied[index]])
-        for index, page in zip(copied_groups.tolist(), copies.tolist(), strict=True):
-            self._tables[index].ids[new_row, numbers.num_blocks[index, new_row]] = page
-            numbers.num_blocks[index, new_row] += 1
         if self._publisher is not None:
             self._publisher.follow_fork(row, new_row)
         self.allocator.note_capacity(np.array([new_row]))
         return True
 
-    def begin_row(self, row: int, num_computed: int, state: RowState) -> None:
-        """Give a free row to a request with computed tokens; it may raise a ``SpecError`` before anything changes."""
-        self._numbers.num_computed[row] = num_computed
-        self._numbers.states[row] = state
+    def fill_row(
+        self,
+        row: int,
+        num_computed: int,
+        state: RowState,
+        pages: Sequence[BlockIds],
+        new_blocks: Sequence[Counts],
+        fill: FillPages,
+    ) -> bool:
+        """Begin a request in a free row with computed tokens: in pages that there are, and in new ones.
+
+        Args:
+            row: The row.
+            num_computed: The computed tokens.
+            state: The request.
+            pages: Per group, the page of each block that the row references; 0 for none.
+            new_blocks: Per group, the indices of other blocks, which get new pages.
+            fill: Fills these pages.
+
+        Returns:
+            False, and the row is free, if the pool has too few pages; it is free too if ``fill`` raises.
+        """
+        # These pages are held first, so that the allocation evicts none of them.
+        self._begin_row(row, num_computed, state, pages)
+        is_filled = False
+        try:
+            new_pages = self.allocator.allocate_blocks(row, new_blocks)
+            if new_pages is not None:
+                for group, (blocks, block_ids) in enumerate(zip(new_blocks, new_pages, strict=True)):
+                    if len(blocks):
+                        fill(group, blocks.tolist(), block_ids.tolist())
+                is_filled = True
+        finally:
+            if not is_filled:
+                self._release_row(row)
+        return is_filled
+
+    def _begin_row(self, row: int, num_computed: int, state: RowState, pages: Sequence[BlockIds]) -> None:
+        """Give a free row to a request with computed tokens, and reference pages, per group by block, 0 for none."""
+        numbers = self._numbers
+        numbers.num_computed[row] = num_computed
+        numbers.states[row] = state
         for group, first_token in state.first_tokens.items():
             self._tables.first_tokens[group][row] = first_token
         # Inputs are computed with the first tokens, so the first commit has work to do.
-        self._numbers.next_death[row] = -1 if state.missing_inputs else self._death_after(num_computed)
-
-    def reference_blocks(self, row: int, group: int, block_ids: BlockIds) -> None:
-        """Write the first blocks of a row into a group's table, 0 for one without a page, and reference their pages."""
-        self._numbers.num_blocks[group, row] = len(block_ids)
-        self._tables[group].ids[row, : len(block_ids)] = block_ids
-        self._pool.add_references(group, block_ids[block_ids != 0])
+        numbers.next_death[row] = -1 if state.missing_inputs else self._death_after(num_computed)
+        for group, block_ids in enumerate(pages):
+            numbers.num_blocks[group, row] = len(block_ids)
+            self._tables[group].ids[row, : len(block_ids)] = block_ids
+            self._pool.add_references(group, block_ids[block_ids != 0])
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
@@ -331,9 +359,9 @@ class KVCacheCoordinator:
             return
         if self._publisher is not None:
             self._publisher.unfollow(row)
-        self.release_row(row)
+        self._release_row(row)
 
-    def release_row(self, row: int) -> None:
+    def _release_row(self, row: int) -> None:
         """Release every block of a row, which may have gaps, and reset the row's numbers."""
         numbers, num_tokens = self._numbers, 0
         for stack in self._tables.stacks:

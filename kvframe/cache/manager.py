@@ -23,7 +23,7 @@ from kvframe.cache.arguments import (
     check_tokens,
 )
 from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows, RowState
-from kvframe.cache.coordinator import KVCacheCoordinator, PageCopier, TableRows, TokenMover
+from kvframe.cache.coordinator import FillPages, KVCacheCoordinator, PageCopier, TableRows, TokenMover
 from kvframe.cache.events import NO_INPUTS, EventLog, PageWatcher, block_keys, input_keys
 from kvframe.cache.hints import NO_HINTS, Hints, KeptLimit
 from kvframe.cache.host_pages import HostPages
@@ -31,7 +31,7 @@ from kvframe.cache.host_tier import HostTier
 from kvframe.cache.input_index import InputBlocks, InputSequence, Namespace, input_blocks, inputs_root
 from kvframe.cache.layout import CacheLayout
 from kvframe.cache.prefix_lookup import NO_HIT, Pin, Pins, PrefixCache, PrefixHit, found_prefix
-from kvframe.cache.restore import FetchPages, restore_prefix
+from kvframe.cache.restore import restore_prefix
 from kvframe.cache.stats import FoundPrefix, GroupLookups, KVCacheStats
 from kvframe.cache.stored_prefix import PrefixBlocks
 from kvframe.contract.errors import RequestError
@@ -498,7 +498,7 @@ class KVCacheManager:
     def restore(
         self,
         token_ids: Sequence[int],
-        fetch: FetchPages,
+        fetch: FillPages,
         *,
         salt: str = "",
         inputs: Mapping[str, InputSequence] = NO_INPUTS,

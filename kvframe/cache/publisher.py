@@ -68,9 +68,11 @@ class Publisher:
         # The indices of blocks, the last one first, as the pool stores them.
         max_blocks = max((stack.ids.shape[2] for stack in kinds.stacks), default=0)
         self._backwards = np.arange(max_blocks, dtype=np.int32)[::-1].copy()
-        # The row pages that are not block tables, with the tables.
+        # The row pages that are not block tables, with the block size.
         self._apart = [
-            (pages, stack) for pages, stack in zip(self.row_pages, kinds.stacks, strict=True) if pages is not stack.ids
+            (pages, stack.block_size)
+            for pages, stack in zip(self.row_pages, kinds.stacks, strict=True)
+            if pages is not stack.ids
         ]
         # When each block of a stack's groups dies, and the tokens of which every hit is a multiple.
         self._deaths = [np.stack([kinds.live[group].deaths for group in stack.groups]) for stack in kinds.stacks]
@@ -107,10 +109,6 @@ class Publisher:
             return
         offset = num_computed - num_computed % self._tree.unit
         self._begin(new_row, _Cursor(cursor.node, offset, cursor.stop))
-        for pages, stack in self._apart:
-            if num_computed % stack.block_size:
-                block = num_computed // stack.block_size
-                pages[:, new_row, block] = stack.ids[:, new_row, block]
 
     def _begin(self, row: int, cursor: _Cursor) -> None:
         """Begin to publish a row's blocks after a cursor's offset."""
@@ -148,8 +146,8 @@ class Publisher:
 
     def forget_pages(self, row: int, start: int, stop: int) -> None:
         """Forget a row's pages of the blocks in tokens ``[start, stop)``: they are another node's, or are released."""
-        for pages, stack in self._apart:
-            pages[:, row, start // stack.block_size : stop // stack.block_size].fill(0)
+        for pages, size in self._apart:
+            pages[:, row, start // size : stop // size].fill(0)
 
     def forget_refused(self, row: int, group: int, start: int, stop: int) -> None:
         """Forget a row's pages of the blocks ``[start, stop)`` of a group, which no computed token is in."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kvframe_testing.audit import audit
+from kvframe_testing.audit import audit, count_cached
 
 from kvframe.cache.block_order import AnyBlockIds, BlockIds, Numbers, ReleaseOrder
 from kvframe.cache.block_pool import BlockPool
@@ -89,9 +89,9 @@ def test_what_comes_after_a_lost_block_is_found_again_when_the_block_is_computed
     assert 40 == manager.start("a", [*shared, 1])
     page = manager.block_ids("a")[0][2]
     manager.free("a")
-    before = pool_of(manager).count_cached()
+    before = count_cached(pool_of(manager))
     evict(manager, page)
-    assert [before[0] - 1, before[1]] == pool_of(manager).count_cached()
+    assert [before[0] - 1, before[1]] == count_cached(pool_of(manager))
     assert [8, 8, 8] == [manager.find(tokens) for tokens in prompts]
     assert 8 == serve(manager, shared)
     assert [60, 60, 60] == [manager.find(tokens) for tokens in prompts]
@@ -203,7 +203,7 @@ def test_a_lost_block_costs_the_continuations_that_need_it() -> None:
 def test_a_block_that_no_hit_can_need_is_not_kept(spec: KVCacheSpec) -> None:
     manager = make_manager(full(), spec)
     serve(manager, list(range(32)))
-    assert [8, 4 if spec.mask is not None and spec.mask.chunk else 0] == pool_of(manager).count_cached()
+    assert [8, 4 if spec.mask is not None and spec.mask.chunk else 0] == count_cached(pool_of(manager))
     assert 32 == manager.find([*range(32), 1])
 
 
@@ -214,9 +214,9 @@ def test_an_input_of_which_a_part_is_lost_is_evicted_in_all_groups() -> None:
     manager.commit("a", [1, 2], 2)
     page = manager.block_ids("a")[2][3]
     manager.free("a")
-    assert [0, 3, 5] == pool_of(manager).count_cached()
+    assert [0, 3, 5] == count_cached(pool_of(manager))
     evict(manager, page)
-    assert [0, 0, 0] == pool_of(manager).count_cached()
+    assert [0, 0, 0] == count_cached(pool_of(manager))
     audit(manager)
 
 
@@ -225,7 +225,7 @@ def test_blocks_that_end_together_nowhere_are_not_kept() -> None:
     manager = make_manager(masked(5, window=8), state(2**30), masked(3, window=8))
     serve(manager, list(range(40)))
     assert 0 == manager.find([*range(40), 1])
-    assert [0, 0, 0] == pool_of(manager).count_cached()
+    assert [0, 0, 0] == count_cached(pool_of(manager))
 
 
 def test_a_longer_unused_prefix_is_given_up_before_a_shorter_unused_one() -> None:
@@ -267,7 +267,7 @@ def test_after_a_reset_nothing_is_found_and_what_ran_publishes_nothing() -> None
     manager.commit("a", tokens, 30)
     manager.free("a")
     assert 0 == manager.find([*tokens, 1])
-    assert [0, 0] == pool_of(manager).count_cached()
+    assert [0, 0] == count_cached(pool_of(manager))
     assert 0 == serve(manager, tokens)
     assert 28 == manager.find([*tokens, 1])
 
@@ -357,7 +357,7 @@ def test_stale_entries_of_the_queues_are_left_out(monkeypatch: pytest.MonkeyPatc
         capacities.append([len(order._block_ids) for order in pool_of(manager)._orders])  # type: ignore[union-attr]
     assert capacities[4] == capacities[-1]
     evict_all(manager)
-    assert [0, 0] == pool_of(manager).count_cached()
+    assert [0, 0] == count_cached(pool_of(manager))
 
 
 @pytest.mark.parametrize("specs", [[full()], [full(), masked(window=9)]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvframe_testing.audit import count_cached
 
 from kvframe.cache.block_pool import BlockPool
 from tests.cache.plans import full, make_plan, masked
@@ -36,15 +37,15 @@ def test_blocks_are_counted_as_held_then_as_cached_or_free(batches: list[list[tu
             held[group] += 1
             cached[group] += kept
     num_bytes = sum(map(int.__mul__, held, page_bytes))
-    assert (held, num_bytes, [0, 0, 0]) == (pool.blocks_held, pool.held_bytes, pool.count_cached())
+    assert (held, num_bytes, [0, 0, 0]) == (pool.blocks_held, pool.held_bytes, count_cached(pool))
     for taken, groups in released:
         pool.release_blocks(taken, groups)
     assert ([0, 0, 0], 0) == (pool.blocks_held, pool.held_bytes)
-    assert (cached, sum(cached)) == (pool.count_cached(), pool.num_cached)
+    assert (cached, sum(cached)) == (count_cached(pool), pool.num_cached)
     assert (held, num_bytes) == (pool.peak_blocks_held, pool.peak_held_bytes)
     for group, count in enumerate(cached):
         pool.evict_first(group, count)
-    assert ([0, 0, 0], 0, cached) == (pool.count_cached(), pool.num_cached, pool.blocks_evicted)
+    assert ([0, 0, 0], 0, cached) == (count_cached(pool), pool.num_cached, pool.blocks_evicted)
 
 
 def test_cached_blocks_that_are_held_again_count_for_the_most_held_blocks() -> None:

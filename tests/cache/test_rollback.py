@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kvframe_mamba import MambaSpec
-from kvframe_testing.audit import audit_each_verb, findable_pages
+from kvframe_testing.audit import audit_each_verb, count_cached, findable_pages
 from kvframe_testing.laws import ConformanceError, check_spec
 
 from kvframe.attention.storage import KVCacheStorage
@@ -258,7 +258,7 @@ def test_no_page_of_rollback_states_is_ever_found_and_no_hit_needs_one() -> None
     assert {0, 2} == {group for group, _ in findable_pages(manager)}
     manager.free("a")
     assert {0, 2} == {group for group, _ in findable_pages(manager)}
-    assert [5, 0, 5] == [pool_of(manager).count_cached()[group] for group in range(3)]
+    assert [5, 0, 5] == [count_cached(pool_of(manager))[group] for group in range(3)]
     assert 20 == manager.start("b", tokens)
     assert [[4], [], [0, 1, 2, 3, 4]] == resident(manager, "b")
     assert (1, 0, 5) == tuple(pool_of(manager).blocks_held)

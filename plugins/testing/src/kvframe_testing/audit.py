@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvframe.cache.block_order import BlockIds
+from kvframe.cache.block_order import AnyBlockIds, BlockIds, ReleaseOrder
 from kvframe.cache.block_pool import NO_OWNER, BlockPool
 from kvframe.cache.block_table import BlockTables, Counts
 from kvframe.cache.host_tier import HostTier
@@ -76,6 +76,20 @@ def findable_pages(manager: KVCacheManager) -> Iterator[tuple[int, int]]:
         yield from ((blocks.group, page) for page in pages[pages != 0].tolist())
 
 
+def count_cached(pool: BlockPool) -> list[int]:
+    """Return the cached blocks of each group, as the orders of their eviction have them."""
+    block_ids: list[AnyBlockIds] = [np.zeros(0, dtype=np.intp)]
+    for order in pool._orders:
+        if isinstance(order, ReleaseOrder):
+            block_ids.append(order.entries()[1])
+        else:
+            block_ids += [run[order._is_current(stamp, run)] for _, _, stamp, run in order._runs]
+    pool_indices = pool._pool_indices(np.concatenate(block_ids).astype(np.intp))
+    groups = np.broadcast_to(pool._groups_of(pool_indices), len(pool_indices))
+    counts: list[int] = np.bincount(groups, minlength=len(pool.blocks_held)).tolist()
+    return counts
+
+
 def pages_in(tables: BlockTables) -> BlockIds:
     """Return the pages in block tables, each as often as it is there."""
     ids = [stack.ids[stack.ids != 0] for stack in tables.stacks]
@@ -117,7 +131,7 @@ def _audit_pool(pool: BlockPool, plan: KVCachePlan, held_blocks: BlockIds) -> No
     _require(is_known and bool((is_held | is_cached | is_free).all()), "pages were lost, or came from nowhere")
 
     num_cached = int(np.count_nonzero(is_cached))
-    _require(sum(pool.count_cached()) == num_cached == pool.num_cached, "cached pages are miscounted")
+    _require(sum(count_cached(pool)) == num_cached == pool.num_cached, "cached pages are miscounted")
     _require(np.count_nonzero(is_held) == sum(pool.blocks_held), "held pages are miscounted")
     _require(np.array_equal(num_holders[is_held], counted[is_held]), "holders are miscounted")
     num_bytes = sum(count * group.page_bytes for count, group in zip(pool.blocks_held, plan.groups, strict=True))
