@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -25,6 +26,7 @@ from kvframe.selection.skipping import NO_SKIPPING, Skipping
 
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack
+    from kvframe.loading.claims import Claim
     from kvframe.loading.registry import Registry
 
 _log = logging.getLogger("kvframe")
@@ -63,7 +65,8 @@ def select_backends(
         if layer.query is None and layer.spec is not None and layer.entry_of is None:
             _check_not_chosen(layer, layer.spec.kind, stack)
     attending = [layer for layer in layers if layer.query is not None]
-    choices = tuple(_choose(layer, layers, stack, registry, device, skipping) for layer in attending)
+    load = cache(partial(_load, registry=registry, device=device))
+    choices = tuple(_choose(layer, layers, stack, registry, load, device, skipping) for layer in attending)
     for layer, choice in zip(attending, choices, strict=True):
         if choice.backend.startswith(f"{BUILTIN_OWNER}:") and _may_choose(stack, layer):
             _log.warning(
@@ -123,6 +126,7 @@ def _choose(
     layers: Sequence[LayerSpec],
     stack: Stack,
     registry: Registry,
+    load: Callable[[str], _Loaded],
     device: str,
     skipping: Skipping,
 ) -> Choice:
@@ -153,7 +157,7 @@ def _choose(
     usable_backends: dict[str, _Usable] = {}
     candidates = []
     for name in names:
-        candidate, usable = _consider(name, rule.backend, wrapped_layer, extensions, registry, device)
+        candidate, usable = _consider(load(name), rule.backend, wrapped_layer, extensions, device)
         if usable is not None:
             usable_backends[candidate.name] = usable
             if asks_graphs:
@@ -206,22 +210,39 @@ class _Usable:
     identity: Identity
 
 
-def _consider(
-    name: str,
-    use: Use,
-    layer: LayerSpec,
-    extensions: Collection[str],
-    registry: Registry,
-    device: str,
-) -> tuple[Candidate, _Usable | None]:
-    """Check whether one backend can serve a layer; any error in its code is the reason that it cannot."""
+@attrs.frozen
+class _Loaded:
+    """A backend's claim and its class, which is None with the reason why it cannot be imported."""
+
+    claim: Claim
+    backend_class: type[AttentionBackend] | None
+    refusal: Refusal | None = None
+
+
+def _load(name: str, *, registry: Registry, device: str) -> _Loaded:
+    """Import a backend, and ask whether it can run here; any error in its code is the reason that it cannot."""
     claim = registry.backends.get(name)
-    label = f"backend {claim.id!r}"
     try:
         backend_class: type[AttentionBackend] = claim.load()
+        reason = claim.why_unusable(backend_class) if device in backend_class.capabilities.devices else ""
+    except KVFrameError as error:
+        return _Loaded(claim, None, Refusal("import", str(error)))
+    return _Loaded(claim, backend_class, Refusal("environment", reason) if reason else None)
+
+
+def _consider(
+    loaded: _Loaded, use: Use, layer: LayerSpec, extensions: Collection[str], device: str
+) -> tuple[Candidate, _Usable | None]:
+    """Check whether one backend can serve a layer; any error in its code is the reason that it cannot."""
+    claim, backend_class = loaded.claim, loaded.backend_class
+    if backend_class is None:
+        assert loaded.refusal is not None
+        return Candidate(name=claim.id, refusals=(loaded.refusal,)), None
+    label = f"backend {claim.id!r}"
+    try:
         candidate = call(f"{label}: capabilities", _compare, claim.id, backend_class, layer, extensions, device)
-        if device in backend_class.capabilities.devices and (reason := claim.why_unusable(backend_class)):
-            candidate = attrs.evolve(candidate, refusals=(Refusal("environment", reason),))
+        if loaded.refusal is not None:
+            candidate = attrs.evolve(candidate, refusals=(loaded.refusal,))
         if candidate.refusals:
             return candidate, None
         options = make_backend_options(use, backend_class)

@@ -171,6 +171,25 @@ def test_auto_takes_the_highest_preference_and_says_why_not_the_others() -> None
     assert "does not cap scores" in next(reason for name, reason in reasons.items() if name.endswith(":recorder"))
 
 
+def test_a_backend_is_asked_once_whether_it_can_run_here_however_many_layers_there_are() -> None:
+    asked = []
+
+    class Asked(Recorder):
+        """Cannot run here."""
+
+        @classmethod
+        def unusable_reason(cls) -> str:
+            asked.append(cls)
+            return "there is no such device"
+
+    registry = load_plugins(plugins=[plugin("asked_plugin", backends={"asked": Asked})]).registry
+    choices = select_backends(attending("a", "b", "c"), Stack(), registry, "cpu")
+    assert [Asked] == asked
+    for choice in choices:
+        (candidate,) = (candidate for candidate in choice.candidates if candidate.name.endswith(":asked"))
+        assert "there is no such device" in choice.why_not(candidate)
+
+
 class Captured(Recorder):
     """Says that decodes can be captured, and is preferred less."""
 

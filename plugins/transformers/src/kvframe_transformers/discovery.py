@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -146,9 +148,14 @@ def takes_position_ids(module: nn.Module) -> bool:
 
 def _forward_source(module_class: type) -> str:
     try:
-        return inspect.getsource(module_class.forward)  # type: ignore[attr-defined]
+        return _source_of(inspect.unwrap(module_class.forward).__code__)  # type: ignore[attr-defined]
     except (AttributeError, OSError, TypeError):  # there is no forward, or it was made at run time
         return ""
+
+
+@cache
+def _source_of(code: CodeType) -> str:
+    return inspect.getsource(code)
 
 
 _OWN_MASK = "changes its mask after transformers made it"

@@ -140,8 +140,8 @@ def _places(attributes: list[tuple[nn.Module, str]]) -> Iterator[tuple[nn.Module
 def _set_by_forward(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     if not type(module).__module__.startswith("transformers.models."):
         return
-    code = inspect.unwrap(type(module).forward).__code__
-    stored_names = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
-    for name, value in vars(module).items():
-        if "state" in name and value is None and name in stored_names:
-            yield module, name
+    names = [name for name, value in vars(module).items() if "state" in name and value is None]
+    if names:
+        code = inspect.unwrap(type(module).forward).__code__
+        stored_names = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+        yield from ((module, name) for name in names if name in stored_names)

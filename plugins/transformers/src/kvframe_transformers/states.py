@@ -6,6 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -316,8 +317,7 @@ def reads_padding(module: nn.Module) -> bool:
     return _PADDING_CALL in names_of(type(module))
 
 
-def names_of(module_class: type) -> frozenset[str]:
-    """Return the names that the methods of a module's class and of its bases use."""
+def _read_names(module_class: type) -> frozenset[str]:
     names: set[str] = set()
     for base in module_class.__mro__:
         if base.__module__.startswith("transformers.models."):
@@ -325,6 +325,10 @@ def names_of(module_class: type) -> frozenset[str]:
                 if inspect.isfunction(member):
                     names.update(_names_in(inspect.unwrap(member).__code__))
     return frozenset(names)
+
+
+names_of: Callable[[type], frozenset[str]] = cache(_read_names)
+"""Returns the names that the methods of a module's class and of its bases use."""
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
