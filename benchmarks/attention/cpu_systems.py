@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention.shapes import SEED, Shape
 from benchmarks.harness.process import timed
+from kvframe.selection.refusals import find_refusals
 
 VLLM = "vllm"
 CALLS = 3
@@ -123,7 +124,7 @@ def why_refused(backend: str, shapes: Sequence[Shape]) -> list[str]:
     from kvframe.loading.plugins import load_plugins
 
     capabilities = load_plugins().registry.backends.load(backend).capabilities
-    return ["; ".join(each.reason for each in capabilities.refusals(_layer(shape), "cpu")) for shape in shapes]
+    return ["; ".join(each.reason for each in find_refusals(capabilities, _layer(shape), "cpu")) for shape in shapes]
 
 
 def _layer(shape: Shape) -> Any:

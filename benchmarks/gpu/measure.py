@@ -19,6 +19,7 @@ from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.specs import align_up
 from kvframe.loading.registry import Registry
 from kvframe.selection.choice import bind_chain
+from kvframe.selection.refusals import find_refusals, needs_copies
 
 MAX_FREE = 0.8
 """The most memory of a case, as a share of the device's free memory."""
@@ -78,10 +79,10 @@ def why_refused(case: Case, backend_class: type[AttentionBackend], registry: Reg
     capabilities = backend_class.capabilities
     dtype = "bfloat16" if "bfloat16" in capabilities.dtypes else "float32"
     layer = make_layer(case, align_up(BLOCK_SIZE, capabilities.block_size_multiple), registry, dtype)
-    if capabilities.needs_copies(layer):
+    if needs_copies(capabilities, layer):
         return "format"
     _, seen, extensions = bind_chain(make_chain(case), layer)
-    return " ".join(refusal.code for refusal in capabilities.refusals(seen, device, extensions))
+    return " ".join(refusal.code for refusal in find_refusals(capabilities, seen, device, extensions))
 
 
 def is_too_large(num_bytes: int, device: torch.device) -> bool:

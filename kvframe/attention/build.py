@@ -14,13 +14,13 @@ from kvframe.attention.request_order import Permutation, is_ordered, permute
 from kvframe.attention.returned import build_all, refresh_fields, replace_fields, step_failure
 from kvframe.attention.wrapping import WrapperCall
 from kvframe.contract.backend import AttentionMetadataBuilder
-from kvframe.contract.capabilities import Refusal
 from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder
 from kvframe.contract.slots import Slots
 from kvframe.contract.state import StateStep
 from kvframe.selection.choice import Identity
+from kvframe.selection.refusals import Refusal
 
 
 @attrs.define(eq=False)

@@ -10,16 +10,17 @@ import torch
 
 from kvframe.attention.copies import CopyScratch, make_on_copies
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
-from kvframe.contract.capabilities import Capabilities, Refusal
+from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError, PluginError
-from kvframe.contract.foreign import call
 from kvframe.contract.metadata import RANGE_ENDS
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse
+from kvframe.foreign import call
 from kvframe.loading.claims import check_declared
 from kvframe.planning.groups import Grouping
 from kvframe.selection.choice import Choice, Identity, WrapperChain, chain_capture
+from kvframe.selection.refusals import Refusal, find_not_causal, needs_copies
 
 _PASSED = (FieldUse.CARRY, FieldUse.SLICE)
 
@@ -130,7 +131,7 @@ def form_groups(
                 backend_id=choice.backend_id,
                 backend=backend,
                 builder=builder,
-                not_causal=choice.backend_class.capabilities.not_causal,
+                not_causal=find_not_causal(choice.backend_class.capabilities),
                 takes_ranges=honours_ranges(choice.backend_class.capabilities, choice.wrappers),
             )
         )
@@ -159,7 +160,7 @@ def make_backend(
         scratch: Returns memory for copies.
     """
     further = () if options is None else (options,)
-    if backend_class.capabilities.needs_copies(layers[0]):
+    if needs_copies(backend_class.capabilities, layers[0]):
         return make_on_copies(backend_class, layers, device, further, scratch())
     return backend_class(layers, device, *further)
 

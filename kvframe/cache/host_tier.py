@@ -18,7 +18,7 @@ from kvframe.cache.block_order import BlockIds, Groups
 from kvframe.cache.block_pool import BlockPool, Indices
 from kvframe.cache.events import EventLog
 from kvframe.cache.host_pages import HostPages
-from kvframe.contract.foreign import safe_text
+from kvframe.foreign import safe_text
 from kvframe.planning.plan import KVCachePlan
 
 _log = logging.getLogger("kvframe")

@@ -6,7 +6,6 @@ from .backend import KVCache as KVCache
 from .backend import MoreInputs as MoreInputs
 from .backend import PageCopier as PageCopier
 from .capabilities import Capabilities as Capabilities
-from .capabilities import Refusal as Refusal
 from .capture import GraphCapture as GraphCapture
 from .capture import NotReplayableError as NotReplayableError
 from .choice import ChoiceSpec as ChoiceSpec

@@ -1,27 +1,131 @@
-"""Capabilities: what a backend can do, as data, and why it cannot serve a layer."""
+"""Capabilities: what a backend can do, as data."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import difflib
+import re
+import reprlib
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import attrs
+import torch
+from attrs.validators import and_, deep_iterable, deep_mapping, optional
 
-from kvframe.contract import declared_words as words
 from kvframe.contract.capture import GraphCapture
-from kvframe.contract.formats import PLAIN, StateTensor
-from kvframe.contract.metadata import SEQ_STARTS
-from kvframe.contract.specs import TOKENS, LayerSpec, QuerySpec
+from kvframe.contract.errors import BackendError, UnknownNameError
+from kvframe.contract.formats import ITEM_BYTES, PLAIN
+from kvframe.contract.metadata import RANGE_ENDS, SEQ_STARTS
 
-_KEYS_AND_VALUES = frozenset({"k", "v"})
+MASK_FEATURES = (
+    *("causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "ranges"),
+    *("mask_function", "live_range", "sparse"),
+)
+"""Every word for a mask: the features of ``AttentionMask``, what a request may add to any mask (``ranges``), and the
+three general ways to say which tokens are seen."""
+
+EXTENSIONS = (SEQ_STARTS, RANGE_ENDS)
+"""The extensions of the batch metadata that kvframe itself makes. Wrappers of plugins may make others."""
+
+CHOICES = ("tokens", "blocks")
+"""What can be chosen by content for a query."""
+
+USUAL_DEVICES = ("cpu", "cuda", "hpu", "meta", "mps", "mtia", "xla", "xpu")
+"""The device types that a message names. torch says which ones there are."""
+
+KEYS_AND_VALUES = frozenset({"k", "v"})
+"""The names of the state tensors that are keys and values."""
+
+NEAR = 0.85
+"""A name of a plugin's own that is this similar to a known one is taken for a misspelling (``difflib``'s ratio)."""
 
 
-@attrs.frozen
-class Refusal:
-    """Why a backend cannot serve a layer: a stable code (``"mask_window"``), and the sentence for a person."""
+# --- converters: they leave what is wrong as it is, for the validators to name ----------------------------------------
 
-    code: str
-    reason: str
+
+def _as_set(value: Any) -> Any:
+    if isinstance(value, str | bytes):
+        return value
+    try:
+        return frozenset(value)
+    except TypeError:
+        return value
+
+
+def _as_sizes(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return MappingProxyType({name: _as_set(sizes) for name, sizes in value.items()})
+
+
+# --- validators -------------------------------------------------------------------------------------------------------
+
+Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
+
+
+def _error(attribute: attrs.Attribute[Any], problem: str) -> BackendError:
+    return BackendError(f"capabilities: {attribute.name}: {problem}", "capabilities")
+
+
+def _is(is_right: Callable[[Any], object], problem: str) -> Validator:
+    """Return a validator that raises with ``problem``, in which ``{}`` stands for the value."""
+
+    def validate(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not is_right(value):
+            raise _error(attribute, problem.format(reprlib.repr(value)))
+
+    return validate
+
+
+def _known(noun: str, known_words: Collection[str]) -> Validator:
+    def validate(instance: Any, attribute: attrs.Attribute[Any], word: str) -> None:
+        if word not in known_words:
+            raise _error(attribute, str(UnknownNameError(noun, word, known_words)))
+
+    return validate
+
+
+def _not_misspelt(instance: Any, attribute: attrs.Attribute[Any], word: str) -> None:
+    if word not in EXTENSIONS and difflib.get_close_matches(word, EXTENSIONS, n=1, cutoff=NEAR):
+        raise _error(attribute, str(UnknownNameError("extension", word, EXTENSIONS)))
+
+
+def _device(instance: Any, attribute: attrs.Attribute[Any], name: str) -> None:
+    try:
+        is_known = torch.device(name).type == name
+    except RuntimeError:
+        is_known = False
+    if not is_known:
+        hint = "a device type of another package is known once that package is imported"
+        raise _error(attribute, str(UnknownNameError("device type", name, USUAL_DEVICES, hint)))
+
+
+def _some_mask(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    # A backend that only computes the attention that types define has no masks.
+    if not instance.kinds:
+        _filled(instance, attribute, value)
+
+
+_flag = _is(lambda value: isinstance(value, bool), "{} is neither True nor False")
+_capture = _is(lambda value: isinstance(value, GraphCapture), "{} is no GraphCapture, like GraphCapture.ALWAYS")
+_number = _is(lambda value: type(value) is int, "{} is not a whole number")
+_size = and_(_number, _is(lambda value: value >= 1, "{} is not at least 1"))
+_set = _is(lambda value: isinstance(value, frozenset), "a set is needed, and {} is given: write {{…}} around its words")
+_filled = _is(bool, "the set is empty, so that no layer could be served")
+_string = _is(lambda value: isinstance(value, str), "{} is not a string")
+_word = and_(_string, _is(re.compile(r"[a-z][a-z0-9_]*").fullmatch, "{} must be snake_case, like 'sink_tokens'"))
+_sizes = optional(
+    and_(
+        deep_iterable(_size, _set),
+        _is(bool, "the set is empty, so that no layer could be served; None stands for any size"),
+    )
+)
+
+
+def _words(*of_word: Validator, of_set: Validator = _set) -> Any:
+    """Return a field of words, each of which passes some validators, as do all together."""
+    return and_(deep_iterable(and_(_word, *of_word), _set), of_set)
 
 
 @attrs.frozen(kw_only=True)
@@ -65,153 +169,41 @@ class Capabilities:
         preference: If several backends can serve a layer, ``backend = "auto"`` takes the one with the highest.
     """
 
-    devices: frozenset[str] = attrs.field(converter=words.as_set, validator=words.known_devices)
-    dtypes: frozenset[str] = attrs.field(converter=words.as_set, validator=words.known_dtypes)
-    masks: frozenset[str] = attrs.field(converter=words.as_set, validator=words.known_masks)
-    extensions: frozenset[str] = attrs.field(
-        default=frozenset(), converter=words.as_set, validator=words.extension_names
+    devices: frozenset[str] = attrs.field(
+        converter=_as_set, validator=and_(deep_iterable(and_(_string, _device), _set), _filled)
     )
-    state: frozenset[str] = attrs.field(default=_KEYS_AND_VALUES, converter=words.as_set, validator=words.names)
-    formats: frozenset[str] = attrs.field(
-        default=frozenset({PLAIN.name}), converter=words.as_set, validator=words.optional_names
+    dtypes: frozenset[str] = attrs.field(
+        converter=_as_set, validator=_words(_known("dtype", ITEM_BYTES), of_set=_filled)
     )
-    takes_copies: bool = attrs.field(default=False, validator=words.flag)
-    reads_dead_tokens: bool = attrs.field(default=False, validator=words.flag)
-    soft_cap: bool = attrs.field(default=False, validator=words.flag)
-    sinks: bool = attrs.field(default=False, validator=words.flag)
-    relative_bias: bool = attrs.field(default=False, validator=words.flag)
-    alibi: bool = attrs.field(default=False, validator=words.flag)
-    head_sizes: frozenset[int] | None = attrs.field(
-        default=None, converter=words.as_set, validator=words.optional_sizes
+    masks: frozenset[str] = attrs.field(
+        converter=_as_set, validator=_words(_known("mask feature", MASK_FEATURES), of_set=_some_mask)
     )
-    separate_value_size: bool = attrs.field(default=False, validator=words.flag)
-    returns_lse: bool = attrs.field(default=False, validator=words.flag)
-    choices: frozenset[str] = attrs.field(default=frozenset(), converter=words.as_set, validator=words.known_choices)
-    kinds: frozenset[str] = attrs.field(default=frozenset(), converter=words.as_set, validator=words.optional_names)
-    block_size_multiple: int = attrs.field(default=1, validator=words.size)
+    extensions: frozenset[str] = attrs.field(default=frozenset(), converter=_as_set, validator=_words(_not_misspelt))
+    state: frozenset[str] = attrs.field(default=KEYS_AND_VALUES, converter=_as_set, validator=_words(of_set=_filled))
+    formats: frozenset[str] = attrs.field(default=frozenset({PLAIN.name}), converter=_as_set, validator=_words())
+    takes_copies: bool = attrs.field(default=False, validator=_flag)
+    reads_dead_tokens: bool = attrs.field(default=False, validator=_flag)
+    soft_cap: bool = attrs.field(default=False, validator=_flag)
+    sinks: bool = attrs.field(default=False, validator=_flag)
+    relative_bias: bool = attrs.field(default=False, validator=_flag)
+    alibi: bool = attrs.field(default=False, validator=_flag)
+    head_sizes: frozenset[int] | None = attrs.field(default=None, converter=_as_set, validator=_sizes)
+    separate_value_size: bool = attrs.field(default=False, validator=_flag)
+    returns_lse: bool = attrs.field(default=False, validator=_flag)
+    choices: frozenset[str] = attrs.field(
+        default=frozenset(), converter=_as_set, validator=_words(_known("choice", CHOICES))
+    )
+    kinds: frozenset[str] = attrs.field(default=frozenset(), converter=_as_set, validator=_words())
+    block_size_multiple: int = attrs.field(default=1, validator=_size)
     spec_sizes: Mapping[str, frozenset[int]] = attrs.field(
         default=MappingProxyType({}),
-        converter=words.as_sizes,
-        validator=words.sizes_by_field,
+        converter=_as_sizes,
+        validator=deep_mapping(
+            _word,
+            _sizes,
+            _is(lambda value: isinstance(value, Mapping), "sets of sizes by field name are needed, and {} is given"),
+        ),
         hash=False,
     )
-    capture: GraphCapture = attrs.field(default=GraphCapture.NEVER, validator=words.batches)
-    preference: int = attrs.field(default=0, validator=words.whole_number)
-
-    @property
-    def not_causal(self) -> Refusal | None:
-        """Why it cannot take a batch that is not causal, which overrides causal masks; None if it can."""
-        if self.masks & {"bidirectional", "mask_function", "live_range"}:
-            return None
-        return Refusal("mask_bidirectional", f"has no mask bidirectional ({', '.join(sorted(self.masks))})")
-
-    def needs_copies(self, layer: LayerSpec) -> bool:
-        """Return whether it serves a layer on copies of its pages, because it does not read their format."""
-        return layer.spec is not None and layer.spec.kv_format.name not in self.formats
-
-    def refusals(self, layer: LayerSpec, device: str, extensions: Collection[str] = ()) -> list[Refusal]:
-        """Return every reason why a layer cannot be served; empty if it can.
-
-        Args:
-            layer: The layer as its wrapper chain leaves it.
-            device: Where it runs (``"cpu"``).
-            extensions: The extensions that its chain may add to the batch metadata.
-        """
-        spec, query = layer.spec, layer.query
-        assert spec is not None
-        assert query is not None
-        refusals = []
-
-        def refuse(code: str, reason: str) -> None:
-            refusals.append(Refusal(code, reason))
-
-        def listed(names: frozenset[str] | frozenset[int]) -> str:
-            return ", ".join(str(name) for name in sorted(names))
-
-        if device not in self.devices:
-            refuse("device", f"runs on {listed(self.devices)}, not on {device}")
-        if self.needs_copies(layer) and not self.takes_copies:
-            refuse(
-                "format", f"reads the formats {listed(self.formats)}, not {spec.kv_format.name}, and takes no copies"
-            )
-        spec = spec.in_format(PLAIN)
-        state = spec.state_tensors()
-        if set(state) != self.state:
-            refuse("state", f"reads the state tensors {listed(self.state)}, not {listed(frozenset(state))}")
-        elif state.keys() == _KEYS_AND_VALUES:
-            misfit = _find_misfit(spec.block_size, query, state["k"], state["v"])
-            if misfit is not None:
-                refuse("state_shape", misfit)
-        for dtype in sorted({tensor.dtype for tensor in state.values()} - self.dtypes):
-            refuse("dtype", f"stores {listed(self.dtypes)}, not {dtype}")
-        has_function = spec.mask_function is not None
-        if spec.defines_attention:
-            if spec.kind not in self.kinds:
-                refuse("kind", f"does not compute the attention that the type {spec.kind} defines")
-        elif spec.is_sparse:
-            if "sparse" not in self.masks:
-                refuse("mask_sparse", f"has no mask sparse, and would see every live token ({listed(self.masks)})")
-        elif spec.mask is not None and spec.mask.lookahead is not None:
-            # Live ranges do not show later tokens, and backends that take functions may call none that is not causal.
-            if "bidirectional_window" not in self.masks:
-                refuse("mask_bidirectional_window", f"has no mask bidirectional_window ({listed(self.masks)})")
-        elif not ("live_range" in self.masks or ("mask_function" in self.masks and has_function)):
-            if spec.mask is not None:
-                for feature in sorted(spec.mask.features - self.masks):
-                    refuse(f"mask_{feature}", f"has no mask {feature} ({listed(self.masks)})")
-            elif has_function:
-                refuse("mask_function", f"takes no mask function ({listed(self.masks)})")
-            else:
-                refuse("mask_live_range", f"has no mask live_range ({listed(self.masks)})")
-        not_causal = self.not_causal
-        if spec.sequence != TOKENS and not_causal is not None and not_causal not in refusals:
-            # Between the positions of two sequences there is no order: such a batch is never causal.
-            refusals.append(not_causal)
-        hides_tokens = query.first_token or spec.prompt_budget is not None
-        needed_extensions = {*extensions, SEQ_STARTS} if hides_tokens else {*extensions}
-        for extension in sorted(needed_extensions - self.extensions):
-            refuse(f"extension_{extension}", f"does not honour the extension {extension}")
-        if query.merged and not self.returns_lse:
-            refuse("lse", "returns no log-sum-exp, by which parts of the keys are merged")
-        if query.choice is not None and query.choice.unit not in self.choices:
-            refuse(f"choice_{query.choice.unit}", f"would read more than the {query.choice.unit} that are chosen")
-        if query.soft_cap is not None and not self.soft_cap:
-            refuse("soft_cap", "does not cap scores")
-        if query.has_sinks and not self.sinks:
-            refuse("sinks", "does not add learned sinks")
-        if self.reads_dead_tokens and spec.mask is not None and spec.mask.window == 1:
-            # Between steps no token is live, so the next token may be in another page.
-            refuse("mask_window", "reads tokens before a window, and no token is kept before a window of one token")
-        if query.relative_bias is not None and not self.relative_bias:
-            refuse("relative_bias", "adds no learned bias to the scores")
-        if query.alibi_slopes is not None and not self.alibi:
-            refuse("alibi", "subtracts no ALiBi slopes from the scores")
-        if self.head_sizes is not None and query.head_size not in self.head_sizes:
-            refuse("head_size", f"takes head sizes {listed(self.head_sizes)}, not {query.head_size}")
-        value_sizes = {tensor.shape[-1] for name, tensor in state.items() if name == "v"}
-        if not self.separate_value_size and value_sizes - {query.head_size}:
-            refuse("value_size", f"takes value vectors as long as key vectors ({query.head_size})")
-        if spec.block_size % self.block_size_multiple:
-            refuse("block_size", f"takes blocks of a multiple of {self.block_size_multiple}, not {spec.block_size}")
-        for name, sizes in sorted(self.spec_sizes.items()):
-            # A spec of another kind, without the field, has other state too.
-            if getattr(spec, name, None) not in {None, *sizes}:
-                refuse(name, f"takes {name} {listed(sizes)}, not {getattr(spec, name)}")
-        return refusals
-
-
-def _find_misfit(block_size: int, query: QuerySpec, key: StateTensor, value: StateTensor) -> str | None:
-    """Return why state tensors are not the keys and values of a layer, as a refusal's reason; None if they are."""
-    if len(key.shape) != 3 or key.shape[0] != block_size or value.shape[:-1] != key.shape[:-1]:
-        return (
-            f"reads keys and values of the shapes [{block_size}, num_kv_heads, head_size] and [{block_size}, "
-            f"num_kv_heads, head_size_v], not {[*key.shape]} and {[*value.shape]}"
-        )
-    if query.num_heads % key.shape[1] or query.head_size != key.shape[2]:
-        return (
-            f"takes query heads that share the KV heads evenly and are as long as keys, not {query.num_heads} of "
-            f"{query.head_size} for {key.shape[1]} of {key.shape[2]}"
-        )
-    if key.dtype != value.dtype:
-        return f"reads keys and values of one dtype, not {key.dtype} and {value.dtype}"
-    return None
+    capture: GraphCapture = attrs.field(default=GraphCapture.NEVER, validator=_capture)
+    preference: int = attrs.field(default=0, validator=_number)

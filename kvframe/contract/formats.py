@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from kvframe.contract.errors import KVFrameError, PluginError, SpecError, UnknownNameError
-from kvframe.contract.foreign import call, safe_repr
+from kvframe.contract.errors import UnknownNameError
 from kvframe.contract.growth import Growing
 
 if TYPE_CHECKING:
@@ -153,41 +151,6 @@ class PlainFormat(KVFormat):
         """Copy whole pages."""
         for name in ("k", "v"):
             out[name].copy_(kv_cache[name].index_select(0, block_ids))
-
-
-@lru_cache(maxsize=1 << 10)
-def state_of(
-    kv_format: KVFormat, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int, dtype: str
-) -> Mapping[str, StateTensor]:
-    """Return the tensors of one block, from a format of a plugin: it is asked twice, and the checked answer is kept.
-
-    Raises:
-        SpecError: The format raises, or returns anything but tensors, or other ones the second time.
-    """
-    sizes = (block_size, num_kv_heads, head_size, head_size_v, dtype)
-    label = f"KV format {kv_format.name!r}"
-    try:
-        state, again = (
-            call(f"{label}: state_tensors()", kv_format.state_tensors, *sizes, passes=(KVFrameError,)) for _ in range(2)
-        )
-    except PluginError as error:
-        raise SpecError(str(error)) from error.__cause__
-    if not isinstance(state, Mapping) or not state or not all(isinstance(item, StateTensor) for item in state.values()):
-        raise SpecError(
-            f"{label}: state_tensors() has to give StateTensors by name, at least one, not {safe_repr(state)}"
-        )
-    for name, tensor in state.items():
-        if not isinstance(tensor.shape, tuple) or not all(isinstance(size, int) and size > 0 for size in tensor.shape):
-            raise SpecError(
-                f"{label}: {name!r} has the shape {safe_repr(tensor.shape)}; a shape is a tuple of whole numbers from "
-                "1 on"
-            )
-    if again != state:
-        raise SpecError(
-            f"{label}: state_tensors() gives {safe_repr(state)} the first time and {safe_repr(again)} the second time; "
-            "it has to give the same for the same sizes"
-        )
-    return state
 
 
 PLAIN: KVFormat = PlainFormat()

@@ -17,9 +17,8 @@ import attrs
 
 from kvframe.contract.choice import ChoiceSpec
 from kvframe.contract.errors import SpecError, shown
-from kvframe.contract.foreign import call
 from kvframe.contract.formats import ITEM_BYTES as ITEM_BYTES
-from kvframe.contract.formats import PLAIN, KVFormat, known_dtype, state_of
+from kvframe.contract.formats import PLAIN, KVFormat, known_dtype
 from kvframe.contract.formats import STATE_ALIGNMENT_BYTES as STATE_ALIGNMENT_BYTES
 from kvframe.contract.formats import StateTensor as StateTensor
 from kvframe.contract.formats import align_up as align_up
@@ -460,7 +459,9 @@ class AttentionSpec(KVCacheSpec, Growing, ABC):
 
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Return what the format makes of the sizes."""
-        return state_of(self.format, self.block_size, self.num_kv_heads, self.head_size, self.head_size_v, self.dtype)
+        return self.format.state_tensors(
+            self.block_size, self.num_kv_heads, self.head_size, self.head_size_v, self.dtype
+        )
 
     def check_query(self, query: QuerySpec) -> None:
         """Refuse queries whose heads or choices cannot share the key heads evenly, or of another size than keys."""
@@ -620,7 +621,7 @@ class LayerSpec:
         if self.spec is None or self.query is None:
             return
         try:
-            call(f"spec {self.spec.kind!r}: check_query()", self.spec.check_query, self.query, passes=(SpecError,))
+            self.spec.check_query(self.query)
         except SpecError as error:
             raise SpecError(f"layer {self.name!r}: {error}") from error
         if self.spec.sequence == TOKENS:

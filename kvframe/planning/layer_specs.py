@@ -18,9 +18,9 @@ from kvframe.contract.errors import (
     StackError,
     UnknownNameError,
 )
-from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.foreign import call, safe_repr
 from kvframe.planning.answers import ask, ask_state_tensors
 from kvframe.planning.groups import num_rollback_states
 from kvframe.planning.spec_check import check_prompt_budget
@@ -164,9 +164,10 @@ def _layer_spec(
         spec = call("making its cache spec", partial(spec_class, **options), passes=(KVFrameError,))
         layer_format = None if format_choice is None else make_format(format_choice, registry)
         spec = _in_format(spec, layer_format, default=kv_format)
-        return LayerSpec(
-            name=layer.name, spec=spec, query=query, shares_with=layer.shares_with, entry_of=layer.entry_of
+        make_layer = partial(
+            LayerSpec, name=layer.name, spec=spec, query=query, shares_with=layer.shares_with, entry_of=layer.entry_of
         )
+        return call(f"spec {layer.kind!r}: check_query()", make_layer, passes=(SpecError,))
     except (SpecError, UnknownNameError, ContestedNameError, PluginError, TypeError, ValueError) as error:
         raise SpecError(f"layer {layer.name!r} ({layer.kind}): {error}") from error
 
@@ -186,7 +187,13 @@ def _in_format(spec: KVCacheSpec, kv_format: KVFormat | None, default: KVFormat)
         if spec.kv_format != kv_format:
             raise SpecError(f"it stores other state than keys and values, which {kv_format.name} cannot store")
     if spec.kv_format != PLAIN:
-        spec.state_tensors()  # raises for sizes and dtypes that the format cannot store
+        label = f"KV format {spec.kv_format.name!r}"
+        # Raises for sizes and dtypes that the format cannot store.
+        call(f"{label}: state_tensors()", spec.state_tensors, passes=(KVFrameError,))
+        try:
+            ask_state_tensors(spec)
+        except SpecError as error:
+            raise SpecError(f"{label}: {error}") from error
     return spec
 
 

@@ -15,8 +15,8 @@ import attrs
 from kvframe.config.options import MODEL_DTYPES
 from kvframe.contract.description import ModelDescription, ModelShare
 from kvframe.contract.errors import FileError, KVFrameError, ModelError, PluginError, nearest_of, shorten, shown
-from kvframe.contract.files import exists
-from kvframe.contract.foreign import call, safe_repr
+from kvframe.files import exists
+from kvframe.foreign import call, safe_repr
 from kvframe.loading.packages import to_install
 from kvframe.planning.layer_file import LayerFiles, is_layer_file, parse_file
 

@@ -12,16 +12,16 @@ import attrs
 from kvframe.config.choices import check_order, make_backend_options, make_with_use
 from kvframe.config.options import AUTO, Use
 from kvframe.contract.backend import AttentionBackend
-from kvframe.contract.capabilities import Refusal
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError, KVFrameError, PluginError, StackError, WrapperError
-from kvframe.contract.foreign import call
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS, MetadataWrapper
+from kvframe.foreign import call
 from kvframe.loading.claims import BUILTIN_OWNER
 from kvframe.loading.packages import to_install
 from kvframe.planning.answers import ask_mask
 from kvframe.selection.choice import Candidate, Choice, Identity, bind_chain, chain_capture
+from kvframe.selection.refusals import Refusal, find_refusals, needs_copies
 from kvframe.selection.skipping import NO_SKIPPING, Skipping
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def _compare(
 ) -> Candidate:
     """Compare a backend's capabilities with a layer. May raise anything."""
     capabilities = backend_class.capabilities
-    refusals = capabilities.refusals(layer, device, extensions)
+    refusals = find_refusals(capabilities, layer, device, extensions)
     if device not in capabilities.devices:
         # The first reason is enough. More checks could be slow, because a backend may compile its kernels for them.
         refusals = refusals[:1]
@@ -278,7 +278,7 @@ def _compare(
         name=name,
         refusals=tuple(refusals),
         preference=capabilities.preference,
-        on_copies=capabilities.needs_copies(layer),
+        on_copies=needs_copies(capabilities, layer),
     )
 
 

@@ -25,6 +25,7 @@ from kvframe.contract import AttentionBackend, Capabilities, KVFormat, LayerSpec
 from kvframe.contract.formats import STATE_ALIGNMENT_BYTES, align_up
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.selection.choice import WrapperChain
+from kvframe.selection.refusals import find_not_causal, find_refusals
 
 MOST_ITEMS = 60_000
 """Scores of a case, times its heads: what the reference computes in about a tenth of a second."""
@@ -78,7 +79,7 @@ def draw_case(
     capabilities, form = backend_class.capabilities, form_of(backend_class)
     while True:
         layer = _draw_layer(rng, capabilities, form, sizes, formats)
-        if layer is not None and not capabilities.refusals(layer, device):
+        if layer is not None and not find_refusals(capabilities, layer, device):
             break
     requests, causal = _draw_requests(rng, layer, capabilities, sizes)
     wrappers: WrapperChain = ()
@@ -218,7 +219,7 @@ def _draw_requests(
     query = layer.query
     reads_own_tokens = any((query.relative_bias, query.alibi_slopes, query.choice))
     is_cross = mask.sees_all and not reads_own_tokens and rng.random() < 0.4
-    both_ways = mask == type(mask)() and rng.random() < 0.1 and capabilities.not_causal is None
+    both_ways = mask == type(mask)() and rng.random() < 0.1 and find_not_causal(capabilities) is None
     causal = not is_cross and not both_ways
     in_ranges = mask.causal and causal and "ranges" in capabilities.masks and rng.random() < 0.3
     hides = "seq_starts" in capabilities.extensions and rng.random() < 0.25

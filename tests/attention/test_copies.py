@@ -26,6 +26,7 @@ from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import KVFormat, StateTensor
 from kvframe.contract.specs import AttentionSpec, LayerSpec
+from kvframe.selection.refusals import find_refusals
 from tests.attention.attending import CPU, MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local
 from tests.covering import keep
 from tests.models.rounding import rounding
@@ -267,5 +268,5 @@ def test_a_backend_that_is_named_is_taken_on_copies() -> None:
 def test_a_backend_without_copies_refuses_what_it_does_not_read() -> None:
     with pytest.raises(BackendError, match="reads the formats plain, not int8_token_head, and takes no copies"):
         choice("takes_no_copies")
-    (refusal,) = TakesNoCopies.capabilities.refusals(*stored([layer("layer", full())]), "cpu")
+    (refusal,) = find_refusals(TakesNoCopies.capabilities, *stored([layer("layer", full())]), "cpu")
     assert "format" == refusal.code

@@ -19,6 +19,7 @@ from kvframe.contract import LayerSpec, QuerySpec
 from kvframe.contract.backend import KVCache
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.slots import Slots
+from kvframe.selection.refusals import find_refusals, needs_copies
 
 REQUESTS = [Request(40, 1), Request(0, 19), Request(23, 7), Request(100, 1), Request(0, 1)]
 FORMATS = ("fp8_tensor", "fp8_token_head", "int8_token_head", "int4_token_head")
@@ -63,8 +64,8 @@ def test_it_reads_what_the_format_wrote(name: str, options: dict[str, Any], dtyp
     generator = torch.Generator().manual_seed(0)
     kv_format = make_format(name, **options)
     layer = layer_of(kv_format, dtype)
-    assert not CpuBackend.capabilities.refusals(layer, "cpu")
-    assert not CpuBackend.capabilities.needs_copies(layer)
+    assert not find_refusals(CpuBackend.capabilities, layer, "cpu")
+    assert not needs_copies(CpuBackend.capabilities, layer)
     metadata = make_metadata(REQUESTS, 16)
     num_ids = int(metadata.block_table.max()) + 1
     cache = pages(layer, num_ids)

@@ -9,12 +9,12 @@ import attrs
 import pytest
 import torch
 
-from kvframe.contract.capabilities import Capabilities
-from kvframe.contract.declared_words import MASK_FEATURES, USUAL_DEVICES
+from kvframe.contract.capabilities import MASK_FEATURES, USUAL_DEVICES, Capabilities
 from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import StateTensor
 from kvframe.contract.masks import AttentionMask
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.selection.refusals import find_refusals
 
 RIGHT: Mapping[str, Any] = {"devices": {"cpu"}, "dtypes": {"float32"}, "masks": {"causal"}}
 
@@ -137,6 +137,6 @@ class Stored(KVCacheSpec):
 def test_state_that_is_called_keys_and_values_has_their_shapes(spec: dict[str, Any], reason: str | None) -> None:
     able = Capabilities(devices={"cpu"}, dtypes={"float32", "float16"}, masks={"causal"}, separate_value_size=True)
     query = QuerySpec(num_heads=4, head_size=8, scale=1.0)
-    refusals = able.refusals(LayerSpec(name="layer", spec=Stored(block_size=16, **spec), query=query), "cpu")
+    refusals = find_refusals(able, LayerSpec(name="layer", spec=Stored(block_size=16, **spec), query=query), "cpu")
     assert ([] if reason is None else ["state_shape"]) == [refusal.code for refusal in refusals]
     assert all(reason in refusal.reason for refusal in refusals if reason is not None)

@@ -25,6 +25,7 @@ from kvframe.contract import (
     find_chosen,
 )
 from kvframe.contract.errors import BackendError, SpecError
+from kvframe.selection.refusals import find_refusals
 
 
 def batch(query_lens: list[int], seq_lens: list[int], block_size: int = 4, **fields: Any) -> CommonAttentionMetadata:
@@ -132,13 +133,13 @@ def plain_layer(**query: Any) -> LayerSpec:
 def test_a_backend_that_reads_all_tokens_is_refused_for_chosen_ones() -> None:
     plain = Capabilities(devices={"cpu"}, dtypes={"float32"}, masks={"causal", "ranges"}, extensions={RANGE_ENDS})
     for choice, code in (({"max_chosen": 4}, "choice_tokens"), ({"max_chosen": 4, "block_size": 8}, "choice_blocks")):
-        assert [code] == [refusal.code for refusal in plain.refusals(plain_layer(choice=choice), "cpu")]
-        assert [] == TorchReferenceBackend.capabilities.refusals(plain_layer(choice=choice), "cpu")
+        assert [code] == [refusal.code for refusal in find_refusals(plain, plain_layer(choice=choice), "cpu")]
+        assert [] == find_refusals(TorchReferenceBackend.capabilities, plain_layer(choice=choice), "cpu")
 
 
 def test_a_backend_without_a_log_sum_exp_is_refused_for_a_merged_layer() -> None:
     plain = Capabilities(devices={"cpu"}, dtypes={"float32"}, masks={"causal"})
-    assert ["lse"] == [refusal.code for refusal in plain.refusals(plain_layer(merged=True), "cpu")]
+    assert ["lse"] == [refusal.code for refusal in find_refusals(plain, plain_layer(merged=True), "cpu")]
 
 
 def test_an_unknown_choice_is_named() -> None:

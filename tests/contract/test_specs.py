@@ -13,7 +13,7 @@ from kvframe_testing.laws import ConformanceError, check_spec
 from kvframe_testing.state import GridSpec
 
 from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.contract.errors import PluginError, SpecError, UnknownNameError
+from kvframe.contract.errors import SpecError, UnknownNameError
 from kvframe.contract.specs import (
     ENCODER,
     AttentionMask,
@@ -522,14 +522,3 @@ def test_query_heads_share_kv_heads_evenly(num_heads: int, num_kv_heads: int) ->
 def test_queries_that_cannot_attend_are_refused(num_heads: int, head_size: int, num_kv_heads: int, says: str) -> None:
     with pytest.raises(SpecError, match=says):
         attending(num_heads, head_size, num_kv_heads)
-
-
-class Careless(FullAttentionSpec):
-    def check_query(self, query: QuerySpec) -> None:
-        raise KeyError("head")
-
-
-def test_a_type_whose_check_of_queries_fails_is_named() -> None:
-    spec = Careless(block_size=4, num_kv_heads=1, head_size=8)
-    with pytest.raises(PluginError, match=r"spec 'full_attention': check_query\(\) failed: KeyError: 'head'"):
-        LayerSpec(name="m.0", spec=spec, query=QuerySpec(num_heads=1, head_size=8, scale=1.0))

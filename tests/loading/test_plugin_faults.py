@@ -34,7 +34,7 @@ from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.formats import KVFormat, PlainFormat
 from kvframe.contract.hookspecs import HookSpecs
 from kvframe.contract.model import ModelAdapter, ModelInMemory
-from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import group_layers
@@ -674,3 +674,16 @@ def test_an_adapter_that_fails_is_passed_over(tmp_path: Path) -> None:
         if name not in {"raises", "works"}:
             registry.model_adapters._claims.pop(name)
     assert MODEL == find_adapter(tmp_path, registry).describe(tmp_path)
+
+
+class Careless(FullAttentionSpec):
+    kind = "bad"
+
+    def check_query(self, query: QuerySpec) -> None:
+        raise KeyError("head")
+
+
+def test_a_type_whose_check_of_queries_fails_is_named() -> None:
+    layers = tuple(attrs.evolve(layer, kind="bad") for layer in MODEL.layers)
+    with one_sentence(r"spec 'bad': check_query() failed: KeyError: 'head'"):
+        layers_of(Stack(), make_registry("spec", Careless), attrs.evolve(MODEL, layers=layers))

@@ -39,6 +39,7 @@ from kvframe.contract import (
     WrapperError,
 )
 from kvframe.planning.recognise import find_adapter
+from kvframe.selection.refusals import find_refusals
 from tests.covering import cover_values, few, keep
 from tests.models.headed import HEADED, Reference, save_headed
 from tests.models.serving import PROMPTS, TinyModel, held_pages
@@ -608,6 +609,6 @@ def test_a_backend_that_cannot_hide_the_first_tokens_is_refused(models: Models) 
         query=QuerySpec(**layer.query),
     )
     able = TorchReferenceBackend.capabilities
-    assert [] == able.refusals(spec, "cpu")
-    (refusal,) = attrs.evolve(able, extensions=frozenset()).refusals(spec, "cpu")
+    assert [] == find_refusals(able, spec, "cpu")
+    (refusal,) = find_refusals(attrs.evolve(able, extensions=frozenset()), spec, "cpu")
     assert "extension_seq_starts" == refusal.code

@@ -28,6 +28,7 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
 from kvframe.selection.choice import WrapperChain
+from kvframe.selection.refusals import find_not_causal
 
 EQUAL = "equal"
 WRONG = "WRONG"
@@ -123,8 +124,8 @@ def _judge(
     capabilities = backend_class.capabilities
     codes = [refusal.code for refusal in chain_refusals(chain, layer, capabilities, device)]
     causal = NOT_CAUSAL not in label
-    if not codes and not causal and capabilities.not_causal is not None:
-        codes = [capabilities.not_causal.code]
+    if not codes and not causal and (not_causal := find_not_causal(capabilities)) is not None:
+        codes = [not_causal.code]
     if not codes and RANGES in label and not honours_ranges(capabilities, chain):
         codes = ["mask_ranges"]
     if codes:

@@ -26,6 +26,7 @@ from kvframe.contract.specs import (
     RelativeBias,
     StateTensor,
 )
+from kvframe.selection.refusals import find_not_causal, find_refusals
 from tests.testing.mutant_backends import MISTAKES
 
 
@@ -44,7 +45,9 @@ class TestReference(BackendTests):
 
 def test_the_reference_serves_every_layer_of_the_grid() -> None:
     capabilities = TorchReferenceBackend.capabilities
-    assert [] == [refusal for _, layer in make_layers(capabilities) for refusal in capabilities.refusals(layer, "cpu")]
+    assert [] == [
+        refusal for _, layer in make_layers(capabilities) for refusal in find_refusals(capabilities, layer, "cpu")
+    ]
 
 
 NARROW = Capabilities(
@@ -67,7 +70,7 @@ class RenamedState(GridSpec):
 
 def refusals(spec: AttentionSpec = NARROW_SPEC, device: str = "cuda", **query: Any) -> list[str]:
     layer = LayerSpec(name="layer", spec=spec, query=attrs.evolve(NARROW_QUERY, **query))
-    return [refusal.code for refusal in NARROW.refusals(layer, device)]
+    return [refusal.code for refusal in find_refusals(NARROW, layer, device)]
 
 
 def test_what_is_declared_is_not_refused() -> None:
@@ -109,8 +112,8 @@ def test_a_query_side_beyond_what_is_declared_is_refused_by_code(code: str, chan
 
 def test_a_layer_that_the_model_merges_is_refused_by_code_without_a_log_sum_exp() -> None:
     layer = LayerSpec(name="layer", spec=NARROW_SPEC, query=attrs.evolve(NARROW_QUERY, merged=True))
-    assert ["lse"] == [refusal.code for refusal in NARROW.refusals(layer, "cuda")]
-    assert [] == attrs.evolve(NARROW, returns_lse=True).refusals(layer, "cuda")
+    assert ["lse"] == [refusal.code for refusal in find_refusals(NARROW, layer, "cuda")]
+    assert [] == find_refusals(attrs.evolve(NARROW, returns_lse=True), layer, "cuda")
 
 
 def test_another_device_head_size_or_state_is_refused_by_code() -> None:
@@ -131,9 +134,10 @@ def test_keys_of_another_sequence_are_for_a_backend_that_takes_batches_without_a
 
 @pytest.mark.parametrize("mask", ["bidirectional", "mask_function", "live_range"])
 def test_who_serves_masks_of_any_kind_takes_batches_that_are_not_causal(mask: str) -> None:
-    assert NARROW.not_causal is not None
-    assert "mask_bidirectional" == NARROW.not_causal.code
-    assert attrs.evolve(NARROW, masks=frozenset({"causal", mask})).not_causal is None
+    refusal = find_not_causal(NARROW)
+    assert refusal is not None
+    assert "mask_bidirectional" == refusal.code
+    assert find_not_causal(attrs.evolve(NARROW, masks=frozenset({"causal", mask}))) is None
 
 
 def test_every_reason_is_given_at_once() -> None:
@@ -250,6 +254,6 @@ def test_only_a_declared_window_in_both_directions_is_served(masks: set[str]) ->
     spec = attrs.evolve(NARROW_SPEC, causal=False, window=8, lookahead=8)
     layer = LayerSpec(name="layer", spec=spec, query=NARROW_QUERY)
     narrow = attrs.evolve(NARROW, masks=frozenset(masks))
-    assert ["mask_bidirectional_window"] == [refusal.code for refusal in narrow.refusals(layer, "cuda")]
+    assert ["mask_bidirectional_window"] == [refusal.code for refusal in find_refusals(narrow, layer, "cuda")]
     wide = attrs.evolve(NARROW, masks=frozenset({*masks, "bidirectional_window"}))
-    assert [] == wide.refusals(layer, "cuda")
+    assert [] == find_refusals(wide, layer, "cuda")

@@ -14,6 +14,7 @@ from kvframe_testing.runs import SERVED, make_runs, make_steps, run_traits, samp
 from kvframe_testing.sample import TOGETHER, sample, traits
 
 from kvframe.contract.capabilities import Capabilities
+from kvframe.selection.refusals import find_refusals
 
 CASES = make_cases(
     Capabilities(
@@ -96,7 +97,7 @@ def test_a_second_step_goes_on_with_most_of_the_requests_of_the_first_and_has_ot
 def test_runs_keep_to_what_a_backend_is_limited_to(limits: dict[str, Any]) -> None:
     limited = attrs.evolve(CAPABILITIES, **limits)
     for run in make_runs(limited):
-        assert [[] for _ in run.layers] == [limited.refusals(layer, "cpu") for layer in run.layers]
+        assert [[] for _ in run.layers] == [find_refusals(limited, layer, "cpu") for layer in run.layers]
 
 
 def test_a_backend_that_no_run_is_for_is_refused() -> None:

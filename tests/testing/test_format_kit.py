@@ -205,7 +205,7 @@ def test_formats_that_keep_the_laws_pass(kv_format: KVFormat) -> None:
         (TooShort, r"write\(\) raises RuntimeError: shape mismatch"),
         (NoTensors, r"state_tensors\(\) has to give StateTensors by name, at least one, not None"),
         (NoSize, r"'scale' has the shape \(0, 4\); a shape is a tuple of whole numbers from 1 on"),
-        (Divides, r"state_tensors\(\) failed: ZeroDivisionError: by zero heads"),
+        (Divides, r"state_tensors\(\) raises ZeroDivisionError: by zero heads"),
     ],
 )
 def test_the_kit_says_what_is_wrong(kv_format: type[KVFormat], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvframe_cross_attention import CrossAttentionSpec
+from kvframe_testing.refusals import find_refusals
 from kvframe_testing.suites import SpecTests
 
 import kvframe
@@ -58,4 +59,4 @@ def test_a_request_holds_the_blocks_of_its_encoders_tokens_however_long_it_is() 
 @pytest.mark.parametrize("backend", ["torch", "torch_reference"])
 def test_the_built_in_backends_serve_it(backend: str) -> None:
     backend_class = kvframe.load_plugins().registry.backends.load(backend)
-    assert [] == backend_class.capabilities.refusals(LayerSpec(name="cross", spec=CROSS, query=QUERY), "cpu")
+    assert [] == find_refusals(backend_class.capabilities, LayerSpec(name="cross", spec=CROSS, query=QUERY), "cpu")

@@ -20,6 +20,7 @@ from kvframe_testing.grid import make_cases, make_layer
 from kvframe_testing.hosts import OtherHost
 from kvframe_testing.laws import ConformanceError
 from kvframe_testing.metadata import make_metadata
+from kvframe_testing.refusals import find_refusals
 from kvframe_testing.staging import check_staging
 from kvframe_testing.suites import BackendTests, chains_of
 
@@ -440,5 +441,5 @@ def test_pages_that_the_library_does_not_take_are_refused(stand_ins: dict[str, A
     for name in CLASSES:
         capabilities = load(name).capabilities
         layer = make_layer(capabilities, block_size=16)
-        codes[name] = [refusal.code for refusal in capabilities.refusals(layer, "cuda")]
+        codes[name] = [refusal.code for refusal in find_refusals(capabilities, layer, "cuda")]
     assert {"flash_attn": ["block_size"], "flash_attn_3": []} == codes

@@ -22,6 +22,7 @@ from kvframe_testing.conformance import check_backend
 from kvframe_testing.grid import make_cases, make_layer
 from kvframe_testing.laws import ConformanceError
 from kvframe_testing.metadata import make_metadata, on_device
+from kvframe_testing.refusals import find_refusals, needs_copies
 from kvframe_testing.staging import check_staging
 from kvframe_testing.suites import BackendTests, chains_of
 
@@ -297,7 +298,7 @@ def test_eight_bit_floats_are_read_where_they_lie_with_the_scales_of_their_forma
     backend_class = load()
     kv_format = load_plugins().registry.formats.load("fp8_tensor")(k_scale=0.5, v_scale=2.0)
     layer = make_layer(backend_class.capabilities, format=kv_format)
-    assert not backend_class.capabilities.needs_copies(layer)
+    assert not needs_copies(backend_class.capabilities, layer)
     case = Case(name="fp8_tensor-scales", layer=layer, requests=(Request(40, 1), Request(0, 9)))
     check_backend(backend_class, case)
     assert {torch.float8_e4m3fn} == {wrapper.options["kv_data_type"] for wrapper in (*DECODE.made, *PREFILL.made)}
@@ -453,10 +454,10 @@ def test_the_kernels_of_prompts_are_an_option(library: ModuleType) -> None:
 def test_choices_by_content_are_refused(library: ModuleType, unit: str, block_size: int) -> None:
     capabilities = load().capabilities
     layer = make_layer(capabilities, choice={"max_chosen": 4, "block_size": block_size})
-    assert [f"choice_{unit}"] == [refusal.code for refusal in capabilities.refusals(layer, "cuda")]
+    assert [f"choice_{unit}"] == [refusal.code for refusal in find_refusals(capabilities, layer, "cuda")]
 
 
 def test_head_sizes_without_kernels_are_refused(library: ModuleType) -> None:
     capabilities = load().capabilities
     layer = make_layer(capabilities, head_size=80)
-    assert ["head_size"] == [refusal.code for refusal in capabilities.refusals(layer, "cuda")]
+    assert ["head_size"] == [refusal.code for refusal in find_refusals(capabilities, layer, "cuda")]

@@ -17,6 +17,7 @@ from kvframe_kernels.flash_reference import paged_attention
 from kvframe_testing.case import Case, Request
 from kvframe_testing.grid import make_cases, make_layer
 from kvframe_testing.metadata import make_metadata, on_device
+from kvframe_testing.refusals import find_refusals
 from kvframe_testing.staging import check_staging
 from kvframe_testing.state import form_of
 from kvframe_testing.suites import BackendTests, chains_of
@@ -186,17 +187,17 @@ def make_backend(backend_class: type[AttentionBackend], **options: Any) -> Atten
 def test_what_the_library_cannot_do_is_refused(
     codes: list[str], options: dict[str, Any], backend_class: type[AttentionBackend]
 ) -> None:
-    refused = backend_class.capabilities.refusals(layer(backend_class, **options), "cuda")
+    refused = find_refusals(backend_class.capabilities, layer(backend_class, **options), "cuda")
     assert codes == [refusal.code for refusal in refused]
 
 
 def test_deepseeks_sizes_are_served(backend_class: type[AttentionBackend]) -> None:
     deepseek = layer(backend_class, num_heads=128, head_size=192, head_size_v=128, dtype="bfloat16")
-    assert [] == backend_class.capabilities.refusals(deepseek, "cuda")
+    assert [] == find_refusals(backend_class.capabilities, deepseek, "cuda")
 
 
 def test_a_size_that_is_refused_is_named(backend_class: type[AttentionBackend]) -> None:
-    (refused,) = backend_class.capabilities.refusals(layer(backend_class, latent_size=256), "cuda")
+    (refused,) = find_refusals(backend_class.capabilities, layer(backend_class, latent_size=256), "cuda")
     assert "takes latent_size 512, not 256" == refused.reason
 
 

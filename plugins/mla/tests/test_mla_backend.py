@@ -18,6 +18,7 @@ from kvframe_testing.conformance import check_backend
 from kvframe_testing.grid import make_cases, make_layer
 from kvframe_testing.laws import ConformanceError
 from kvframe_testing.metadata import make_metadata, on_device
+from kvframe_testing.refusals import find_refusals
 from kvframe_testing.runs import make_runs
 from kvframe_testing.sample import sample
 from kvframe_testing.serving import check_run
@@ -95,12 +96,12 @@ def test_the_backends_of_keys_and_values_refuse_latents_and_it_refuses_these() -
     registry = load_plugins().registry
     latents = make_layer(MLABackend.capabilities, Latents())
     codes = {
-        name: [refusal.code for refusal in registry.backends.load(name).capabilities.refusals(latents, "cpu")]
+        name: [refusal.code for refusal in find_refusals(registry.backends.load(name).capabilities, latents, "cpu")]
         for name in ("torch", "torch_reference", "mla")
     }
     assert {"torch": ["state"], "torch_reference": ["state"], "mla": []} == codes
     keys_and_values = make_layer(MLABackend.capabilities)
-    assert ["state"] == [refusal.code for refusal in MLABackend.capabilities.refusals(keys_and_values, "cpu")]
+    assert ["state"] == [refusal.code for refusal in find_refusals(MLABackend.capabilities, keys_and_values, "cpu")]
 
 
 # --- the choice of form -----------------------------------------------------------------------------------------------

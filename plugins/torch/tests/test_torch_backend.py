@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 from kvframe_testing.conformance import check_backend
 from kvframe_testing.grid import make_cases, make_layers
+from kvframe_testing.refusals import find_refusals
 from kvframe_testing.suites import BackendTests
 from kvframe_torch import backend as backend_module
 from kvframe_torch import builder as builder_module
@@ -55,7 +56,7 @@ def test_its_limits_bound_memory_and_change_no_result(
 
 def test_it_leaves_out_chunks_and_what_no_mask_says() -> None:
     layers = make_layers(TorchBackend.capabilities)
-    refused = {name: TorchBackend.capabilities.refusals(layer, "cpu") for name, layer in layers}
+    refused = {name: find_refusals(TorchBackend.capabilities, layer, "cpu") for name, layer in layers}
     codes = {
         name.rpartition("-block")[0].rpartition("=")[0]: {refusal.code for refusal in each}
         for name, each in refused.items()

@@ -13,6 +13,7 @@ from kvframe_testing.conformance import check_backend
 from kvframe_testing.grid import make_cases, make_layer
 from kvframe_testing.laws import ConformanceError
 from kvframe_testing.metadata import make_metadata
+from kvframe_testing.refusals import find_refusals
 from kvframe_testing.staging import check_staging
 from kvframe_testing.suites import BackendTests, chains_of
 from kvframe_torch import varlen
@@ -163,7 +164,9 @@ def test_the_grid_sees_mistakes(wrong: type[TorchVarlenBackend], message: str, s
 
 def test_a_window_of_one_token_is_refused_because_the_page_of_the_next_token_may_be_another() -> None:
     codes = {
-        window: [refusal.code for refusal in CAPABILITIES.refusals(make_layer(CAPABILITIES, window=window), "cuda")]
+        window: [
+            refusal.code for refusal in find_refusals(CAPABILITIES, make_layer(CAPABILITIES, window=window), "cuda")
+        ]
         for window in (1, 2)
     }
     assert {1: ["mask_window"], 2: []} == codes
@@ -223,4 +226,4 @@ def test_it_asks_for_a_gpu_that_the_function_runs_on(monkeypatch: pytest.MonkeyP
 
 def test_it_refuses_pages_that_the_function_does_not_take() -> None:
     layer = make_layer(CAPABILITIES, block_size=16)
-    assert ["block_size"] == [refusal.code for refusal in CAPABILITIES.refusals(layer, "cuda")]
+    assert ["block_size"] == [refusal.code for refusal in find_refusals(CAPABILITIES, layer, "cuda")]

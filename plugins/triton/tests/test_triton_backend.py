@@ -18,6 +18,7 @@ from kvframe_testing.grid import make_cases, make_layer
 from kvframe_testing.hosts import LAYOUTS
 from kvframe_testing.laws import ConformanceError
 from kvframe_testing.metadata import make_metadata, on_device
+from kvframe_testing.refusals import find_refusals
 from kvframe_testing.runs import make_runs, sample_runs
 from kvframe_testing.sample import sample
 from kvframe_testing.staging import check_staging
@@ -262,14 +263,14 @@ def test_many_chosen_tokens_are_divided_over_programs_and_fewer_may_be_given() -
 
 
 def test_it_runs_on_cuda_devices_only_and_says_so() -> None:
-    assert ["device"] == [refusal.code for refusal in TritonBackend.capabilities.refusals(layer(), "cpu")]
+    assert ["device"] == [refusal.code for refusal in find_refusals(TritonBackend.capabilities, layer(), "cpu")]
     assert load_plugins().registry.backends.load("triton") is TritonBackend
     expected = None if torch.cuda.is_available() else "needs a CUDA device; torch sees none"
     assert expected == TritonBackend.unusable_reason()
 
 
 def test_a_mask_that_only_live_ranges_say_is_refused() -> None:
-    refused = TritonBackend.capabilities.refusals(layer(stride=6), "cuda")
+    refused = find_refusals(TritonBackend.capabilities, layer(stride=6), "cuda")
     assert ["mask_live_range"] == [refusal.code for refusal in refused]
 
 

@@ -16,6 +16,7 @@ from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.specs import KVCacheSpec
 from kvframe.selection.choice import WrapperChain
+from kvframe.selection.refusals import find_not_causal, find_refusals
 from kvframe_testing.batches import is_served
 from kvframe_testing.case import Case
 from kvframe_testing.checks import Check, Checks
@@ -209,14 +210,14 @@ def _refused(
     for layer in layers:
         case = Case(name="", layer=layer, requests=(), form=form)
         features = {*_of_mask(case.spec), *_of_layer(case, with_lse=False)}
-        codes = tuple(refusal.code for refusal in capabilities.refusals(layer, device))
+        codes = tuple(refusal.code for refusal in find_refusals(capabilities, layer, device))
         if not codes:
             served |= features
         for feature in features if codes else ():
             refused[feature] = min(codes, refused.get(feature, codes), key=len)
     refused = {feature: codes for feature, codes in refused.items() if feature not in served}
-    if capabilities.not_causal is not None:
-        refused[_NOT_CAUSAL] = (capabilities.not_causal.code,)
+    if (not_causal := find_not_causal(capabilities)) is not None:
+        refused[_NOT_CAUSAL] = (not_causal.code,)
     if SEQ_STARTS not in capabilities.extensions:
         refused[_HIDDEN] = (f"extension_{SEQ_STARTS}",)
     if "ranges" not in capabilities.masks:

@@ -13,6 +13,7 @@ from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import BackendError
 from kvframe.contract.specs import AttentionSpec, LayerSpec, QuerySpec
 from kvframe.planning.layer_specs import with_entries
+from kvframe.selection.refusals import find_refusals
 from kvframe_testing.case import Request as Part
 from kvframe_testing.laws import ConformanceError
 from kvframe_testing.metadata import make_batch
@@ -45,7 +46,7 @@ def check_definition(
     """
     side = QuerySpec(num_heads=num_heads, head_size=spec.head_size, scale=spec.head_size**-0.5)
     layer = LayerSpec(name="layer", spec=spec, query=side)
-    if refusals := backend_class.capabilities.refusals(layer, "cpu"):
+    if refusals := find_refusals(backend_class.capabilities, layer, "cpu"):
         raise ConformanceError(f"{backend_class.__name__} {refusals[0].reason}")
     dtype: torch.dtype = getattr(torch, spec.dtype)
     generator = torch.Generator().manual_seed(seed)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from kvframe.contract.backend import AttentionBackend
-from kvframe.contract.errors import SpecError
-from kvframe.contract.formats import KVFormat, state_of
+from kvframe.contract.formats import KVFormat, StateTensor
 from kvframe.contract.slots import Slots
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
+from kvframe.selection.refusals import find_refusals
 from kvframe_testing.case import Case
 from kvframe_testing.checks import Check, Checks, make_part
 from kvframe_testing.conformance import attention_checks
@@ -74,11 +74,21 @@ class _Pages:
         self.shapes = {"k": key.shape[1:], "v": value.shape[1:]}
         self.dtype = key.dtype
         name = str(key.dtype).removeprefix("torch.")
-        try:
-            sizes = (BLOCK_SIZE, key.shape[1], key.shape[2], value.shape[2], name)
-            state = state_of(kv_format, *sizes)
-        except SpecError as error:
-            raise ConformanceError(str(error)) from error
+        sizes = (BLOCK_SIZE, key.shape[1], key.shape[2], value.shape[2], name)
+        with _naming(kv_format, "state_tensors() raises"):
+            state, again = (kv_format.state_tensors(*sizes) for _ in range(2))
+        require(
+            isinstance(state, Mapping) and state and all(isinstance(part, StateTensor) for part in state.values()),
+            kv_format,
+            f"state_tensors() has to give StateTensors by name, at least one, not {state!r}",
+        )
+        require(state == again, kv_format, f"state_tensors() gives {state!r} the first time and {again!r} the second")
+        for part, tensor in state.items():
+            require(
+                isinstance(tensor.shape, tuple) and all(type(size) is int and size > 0 for size in tensor.shape),
+                kv_format,
+                f"{part!r} has the shape {tensor.shape!r}; a shape is a tuple of whole numbers from 1 on",
+            )
         offset, places = 16, {}
         for part, tensor in state.items():
             places[part] = offset
@@ -275,7 +285,7 @@ def _cases_of(
     layer = in_format(make_layer(capabilities), kv_format)
     if layer is None:
         return {}, ("format",)
-    if refusals := capabilities.refusals(layer, "cpu"):
+    if refusals := find_refusals(capabilities, layer, "cpu"):
         return {}, tuple(refusal.code for refusal in refusals)
     other_formats = sorted(capabilities.formats - {"plain", kv_format.name})
     formats = [kv_format, *(registry.formats.load(other)() for other in other_formats)]

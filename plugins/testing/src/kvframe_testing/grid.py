@@ -16,7 +16,7 @@ import attrs
 import torch
 
 from kvframe.config.choices import check_order
-from kvframe.contract.capabilities import Capabilities, Refusal
+from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import SpecError, WrapperError
 from kvframe.contract.formats import PLAIN, KVFormat
@@ -25,6 +25,7 @@ from kvframe.contract.specs import LayerSpec, QuerySpec, align_up
 from kvframe.contract.wrapper import FieldUse
 from kvframe.loading.plugins import load_plugins
 from kvframe.selection.choice import WrapperChain, bind_chain, chain_capture
+from kvframe.selection.refusals import Refusal, find_not_causal, find_refusals
 from kvframe_testing.batches import (
     HIDDEN_CROSS_STARTS,
     HIDDEN_STARTS,
@@ -88,7 +89,7 @@ def make_cases(
     refusals: list[Refusal] = []
     read_formats = formats_of(capabilities, formats)
     for name, layer in make_layers(capabilities, form):
-        layer_refusals = capabilities.refusals(layer, device)
+        layer_refusals = find_refusals(capabilities, layer, device)
         refusals += layer_refusals
         if not layer_refusals:
             assert layer.spec is not None
@@ -103,7 +104,7 @@ def make_cases(
             all_cases += cases
             if _sees_all(layer) and not _reads_own_tokens(layer):
                 all_cases += _cases(name, layer, cross)
-            if name.startswith("full-block") and capabilities.not_causal is None:
+            if name.startswith("full-block") and find_not_causal(capabilities) is None:
                 causal = [case for case in cases if not any(request.ranges for request in case.requests)]
                 all_cases += _not_causal([*causal, *_cases(name, layer, cross)])
     all_cases += _served_cases(capabilities, device, form)
@@ -293,7 +294,7 @@ def _served_cases(capabilities: Capabilities, device: str, form: StateForm) -> I
     """Yield every layer that serving makes with every batch."""
     for name, served in served_layers(capabilities, form):
         layer = make_layer(capabilities, form, **served.options)
-        for batch in served.batches if not capabilities.refusals(layer, device) else ():
+        for batch in served.batches if not find_refusals(capabilities, layer, device) else ():
             case = f"{PREFIX}{name}-{batch}"
             yield Case(name=case, layer=layer, requests=SERVED_BATCHES[batch], shift=served.shift)
 
@@ -352,7 +353,7 @@ def _format_cases(kv_format: KVFormat, capabilities: Capabilities, device: str, 
     further["full-soft_cap-learned_sinks"] = {"soft_cap": SOFT_CAP, "has_sinks": True}
     for name, options in {**main, **further}.items():
         layer = in_format(make_layer(capabilities, form, **options), kv_format)
-        if layer is None or capabilities.refusals(layer, device):
+        if layer is None or find_refusals(capabilities, layer, device):
             continue
         assert layer.spec is not None
         batches = backend_batches(layer.spec.block_size)
@@ -373,7 +374,7 @@ def chain_refusals(chain: WrapperChain, layer: LayerSpec, capabilities: Capabili
         _, wrapped_layer, required = bind_chain(chain, layer)
     except WrapperError as error:
         return [Refusal(error.code, str(error))]
-    return capabilities.refusals(wrapped_layer, device, required)
+    return find_refusals(capabilities, wrapped_layer, device, required)
 
 
 def _chain_cases(
@@ -390,7 +391,7 @@ def _chain_cases(
             if chain_capture(chain) is not GraphCapture.ALWAYS:
                 cases = [case for case in cases if not case.num_padding]
             yield from cases
-            if name.startswith("full-block") and any_causality and capabilities.not_causal is None:
+            if name.startswith("full-block") and any_causality and find_not_causal(capabilities) is None:
                 yield from _not_causal(cases)
 
 

@@ -9,7 +9,6 @@ import attrs
 import numpy as np
 
 from kvframe.contract.errors import KVFrameError, PluginError
-from kvframe.contract.foreign import call
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.specs import (
     RELATIVE_BIAS,
@@ -19,6 +18,7 @@ from kvframe.contract.specs import (
     RelativeBias,
     TokenRange,
 )
+from kvframe.foreign import call
 from kvframe.planning.answers import are_ranges
 
 

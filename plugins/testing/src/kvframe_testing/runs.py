@@ -15,6 +15,7 @@ import attrs
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.specs import LayerSpec, align_up
+from kvframe.selection.refusals import find_refusals
 from kvframe_testing.case import Case, Request
 from kvframe_testing.grid import SCALE, formats_of, in_format, make_layer, usual_dtypes
 from kvframe_testing.laws import ConformanceError
@@ -128,7 +129,7 @@ def make_runs(
             form=form,
         )
         for size, feature, stored, kinds, layer in _make_layers(capabilities, form, formats_of(capabilities, formats))
-        if not capabilities.refusals(layer, device)
+        if not find_refusals(capabilities, layer, device)
         for kind in kinds
     ]
     if not runs:
@@ -147,7 +148,7 @@ def _served_runs(capabilities: Capabilities, device: str, form: StateForm) -> It
         all_layers = [
             make_layer(capabilities, form, **{"num_heads": 6, **options, "block_size": size}) for options in kinds
         ]
-        layers = [layer for layer in all_layers if not capabilities.refusals(layer, device)]
+        layers = [layer for layer in all_layers if not find_refusals(capabilities, layer, device)]
         for kind, steps in SERVED.items() if layers else ():
             yield Run(
                 name=f"served-{feature}-{kind}",

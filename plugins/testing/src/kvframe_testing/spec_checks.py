@@ -16,6 +16,7 @@ from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
+from kvframe.selection.refusals import find_refusals
 from kvframe_testing.case import Case
 from kvframe_testing.checks import Check, Checks, make_part
 from kvframe_testing.composition import STEPS
@@ -165,7 +166,7 @@ def _cases_of(
     layer = _layer_of(spec, form)
     if layer is None or not spec.keeps_past or spec.sequence != TOKENS:
         return {}, ()
-    if refusals := backend_class.capabilities.refusals(layer, "cpu"):
+    if refusals := find_refusals(backend_class.capabilities, layer, "cpu"):
         return {}, tuple(refusal.code for refusal in refusals)
     names = {step: f"{backend}-{label}-{step}" for step in steps}
     return {name: Case(name=name, layer=layer, requests=STEPS[step], form=form) for step, name in names.items()}, ()

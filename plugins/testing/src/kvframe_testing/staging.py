@@ -21,6 +21,7 @@ from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.metadata import DEVICE_FIELDS, CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec, align_up
+from kvframe.selection.refusals import find_refusals
 from kvframe_testing.case import Case, Learned, Request
 from kvframe_testing.grid import formats_of, in_format, make_layer, make_masks, usual_head_size
 from kvframe_testing.laws import ConformanceError
@@ -127,7 +128,7 @@ def _layers(backend_class: type[AttentionBackend], form: StateForm, kv_format: K
     layers = []
     for index, options in enumerate((*(masks[name] for name in MASKS), *scores, *biases, *form_features)):
         layer = in_format(make_layer(capabilities, form, **{"block_size": block_size, **options}), kv_format)
-        if layer is not None and not capabilities.refusals(layer, device):
+        if layer is not None and not find_refusals(capabilities, layer, device):
             layers.append(attrs.evolve(layer, name=f"layers.{index}"))
     return layers
 

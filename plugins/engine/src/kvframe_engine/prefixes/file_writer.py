@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvframe import InputSequence
 from kvframe.contract.errors import FileError, PrefixFileError
-from kvframe.contract.files import exists
+from kvframe.files import exists
 from kvframe_engine.prefixes.file_format import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,

@@ -24,7 +24,7 @@ from typing import Any
 import attrs
 
 from kvframe.contract.errors import EngineError, listed
-from kvframe.contract.foreign import safe_reason
+from kvframe.foreign import safe_reason
 
 RANK_FAILED_EXIT_CODE = 71
 """Exit code of a process that ends because another rank failed; ``EX_OSERR`` of sysexits.h."""
