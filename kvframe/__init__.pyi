@@ -53,7 +53,6 @@ from .planning.layer_specs import make_layer_specs as make_layer_specs
 from .planning.memory import allocating as allocating
 from .planning.plan import KVCachePlan as KVCachePlan
 from .planning.plan import plan_cache as plan_cache
-from .planning.ranks import plan_ranks as plan_ranks
 from .planning.recognise import describe as describe
 from .planning.recognise import find_model as find_model
 from .selection.choice import Choice as Choice

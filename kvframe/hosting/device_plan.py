@@ -21,7 +21,7 @@ _WEIGHT_BITS = (8, 4)
 
 
 def setup_of_share(setup: Setup, share: ModelShare, memory_bytes: int | None = None) -> Setup:
-    """Return the set-up of a rank's share. Equal ranks have equal plans, so its plan is that of ``plan_ranks``.
+    """Return the set-up of a rank's share. Equal ranks have equal plans.
 
     Args:
         setup: The set-up of the whole model.

@@ -20,7 +20,6 @@ from kvframe.hosting.drafts import Drafts, check_draft_layers
 from kvframe.planning.groups import Grouping, group_layers
 from kvframe.planning.layer_file import LayerFiles
 from kvframe.planning.layer_specs import make_layer_specs, retyped_layers
-from kvframe.planning.ranks import plan_ranks
 from kvframe.planning.recognise import find_reader, with_dtype
 from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
 from kvframe.planning.tiers import TierCapacity, host_capacity, store_capacity
@@ -206,28 +205,6 @@ class Setup:
             self.description.max_input_lens,
             copied_layers,
             self.num_local_ranks,
-        )
-
-    def plan_shares(
-        self, layers: Sequence[Sequence[LayerSpec]], memory_bytes: Sequence[int]
-    ) -> tuple[KVCachePlan, ...]:
-        """Return the plans of ranks that have shares of the same layers, with the slabs of the rank with least memory.
-
-        Args:
-            layers: For each rank, ``all_layers`` of its set-up.
-            memory_bytes: For each rank, the most bytes that it allocates.
-
-        Raises:
-            SpecError: The shares of a layer differ in more than their layout.
-            PlanError: A rank has too little memory.
-        """
-        return plan_ranks(
-            layers,
-            memory_bytes=memory_bytes,
-            max_model_len=self.plan.max_model_len,
-            max_num_batched_tokens=self.plan.max_num_batched_tokens,
-            max_input_lens=self.plan.max_input_lens,
-            hybrid=self.stack.cache.hybrid,
         )
 
     def num_host_slabs(self, plan: KVCachePlan) -> int:

@@ -6,7 +6,6 @@ import re
 import socket
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ from kvframe_engine.ranks.links import END, Failure, Link, connect, listen, pack
 from kvframe_engine.ranks.messages import TableEntries
 from kvframe_engine.ranks.step_limit import StepLimit
 
-from kvframe import Setup, Stack
+from kvframe import Stack
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables
@@ -38,7 +37,6 @@ from kvframe.contract.errors import (
     BackendError,
     EngineError,
     KVFrameError,
-    PlanError,
     RequestError,
     SpecError,
     StackError,
@@ -135,10 +133,9 @@ def setup(
 ) -> RankSetup:
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=4)
     chosen = (("0", backend, (Identity(backend, "module:Class"),)),)
-    layers = (LayerSpec(name="0", spec=spec),)
+    grouping = group_layers([LayerSpec(name="0", spec=spec)])
     return RankSetup(
-        layers=layers,
-        memory_bytes=memory,
+        plan=plan_cache(grouping, memory_bytes=memory, max_model_len=64, max_num_batched_tokens=16),
         stack=Stack.from_mapping(stack or {}),
         chosen=chosen,
         fingerprint=fingerprint or Fingerprint(model="m", versions={}, config="", weights={}),
@@ -146,18 +143,16 @@ def setup(
 
 
 def agreed(*setups: RankSetup, rank: int = 0) -> KVCachePlan:
-    grouping = group_layers(setups[rank].layers)
-    plan = plan_cache(grouping, memory_bytes=setups[rank].memory_bytes, max_model_len=64, max_num_batched_tokens=16)
     ranks: Any = Together(rank, list(setups))
-    own: Any = SimpleNamespace(all_layers=setups[rank].layers, plan=plan, choices=(), stack=setups[rank].stack)
-    own.plan_shares = partial(Setup.plan_shares, own)
+    own: Any = SimpleNamespace(plan=setups[rank].plan, choices=(), stack=setups[rank].stack)
     return agree(ranks, own, setups[rank].fingerprint)
 
 
 def test_the_rank_with_the_least_memory_decides_for_all() -> None:
     setups = (setup(), setup(memory=2**14))
     found = [agreed(*setups, rank=rank) for rank in (0, 1)]
-    assert found[0].num_slabs == found[1].num_slabs < agreed(setup(), setup()).num_slabs
+    assert found[0] == found[1] == setups[1].plan
+    assert found[0].num_slabs < agreed(setup(), setup()).num_slabs
 
 
 def test_ranks_with_different_stacks_are_refused() -> None:
@@ -200,9 +195,11 @@ def test_ranks_that_chose_different_backends_are_refused() -> None:
 
 
 def test_ranks_that_plan_a_layer_differently_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"'0' is not the same .*rank 0: .*block_size=4.*; rank 1: .*block_size=8"):
+    with pytest.raises(
+        SpecError, match=r"'0' is not the same on rank 0 and rank 1,.*block_size=4.* and .*block_size=8"
+    ):
         agreed(setup(), setup(block_size=8))
-    with pytest.raises(PlanError, match="rank 1 stores other bytes of a block than rank 0"):
+    with pytest.raises(SpecError, match=r"num_kv_heads=1.* and .*num_kv_heads=2.*: give each rank as many heads"):
         agreed(setup(), setup(heads=2))
 
 

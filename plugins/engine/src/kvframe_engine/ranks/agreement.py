@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import zip_longest
 
 import attrs
 
 from kvframe import KVCachePlan, Setup, Stack
-from kvframe.contract.errors import BackendError, PlanError, StackError, listed
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract.errors import BackendError, SpecError, StackError, listed, shown
 from kvframe_engine.ranks.fingerprint import Fingerprint, check_equal
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.leader import Leader
@@ -16,28 +16,32 @@ from kvframe_engine.ranks.leader import Leader
 OWN_KEYS = ("memory", "device", "key")
 """Keys that may differ between ranks: the least memory counts, and each rank seals what it stores with its own key."""
 
+STORED = ("spec", "layers", "layer_offsets", "page_bytes", "num_parts")
+"""What groups of all ranks have alike."""
+
 
 @attrs.frozen(kw_only=True)
 class RankSetup:
     """The set-up of one rank, which it sends to the others.
 
     Attributes:
-        layers: Its layers, with its share of their heads.
-        memory_bytes: The most bytes that it can allocate.
+        plan: Its own plan, for its share of the heads and its memory.
         stack: Its stack.
         chosen: For each layer, its backend's name, and what identifies its wrappers and its backend.
         fingerprint: Its packages and its model.
     """
 
-    layers: tuple[LayerSpec, ...]
-    memory_bytes: int
+    plan: KVCachePlan
     stack: Stack
     chosen: tuple[tuple[str, str, tuple[Hashable, ...]], ...]
     fingerprint: Fingerprint
 
 
 def agree(ranks: Leader | Follower, setup: Setup, fingerprint: Fingerprint) -> KVCachePlan:
-    """Return this rank's plan, with the slabs of the rank that has the least memory; every rank calls this.
+    """Return the plan of the rank that has the least memory, which fits every rank; every rank calls this.
+
+    All ranks store as many heads of a layer, so that plans for equal memory are equal. Cache managers with equal plans
+    make the same decisions, and rank 0's block ids are used on every rank.
 
     Args:
         ranks: The ranks: one tensor-parallel group.
@@ -48,15 +52,12 @@ def agree(ranks: Leader | Follower, setup: Setup, fingerprint: Fingerprint) -> K
         StackError: The ranks have different stacks.
         EngineError: The ranks have different packages (``ranks_differ``).
         ModelError: The ranks have different models.
-        SpecError: The ranks keep different tokens of a layer.
-        PlanError: A rank has too little memory, or the ranks store a different number of heads.
+        SpecError: The ranks store something different of a layer, such as another number of heads.
         BackendError: Two ranks chose different wrappers or backends for a layer.
     """
-    plan, stack = setup.plan, setup.stack
     own_setup = RankSetup(
-        layers=setup.all_layers,
-        memory_bytes=plan.memory_bytes,
-        stack=stack,
+        plan=setup.plan,
+        stack=setup.stack,
         chosen=tuple(
             (choice.layer, choice.backend, (*choice.wrapper_ids, choice.backend_id)) for choice in setup.choices
         ),
@@ -66,15 +67,8 @@ def agree(ranks: Leader | Follower, setup: Setup, fingerprint: Fingerprint) -> K
     _check_stacks(setups)
     check_equal([setup.fingerprint for setup in setups])
     _check_chosen(setups)
-    plans = setup.plan_shares([each.layers for each in setups], [each.memory_bytes for each in setups])
-    for rank, each in enumerate(plans):
-        # Rank 0's block ids are used on every rank.
-        if [group.page_bytes for group in each.groups] != [group.page_bytes for group in plans[0].groups]:
-            raise PlanError(
-                f"rank {rank} stores other bytes of a block than rank 0, and all ranks use rank 0's block tables: give "
-                "each rank as many heads of a layer"
-            )
-    return plans[ranks.rank]
+    _check_groups(setups)
+    return min((setup.plan for setup in setups), key=lambda plan: plan.memory_bytes)
 
 
 def _check_stacks(setups: Sequence[RankSetup]) -> None:
@@ -106,4 +100,16 @@ def _check_chosen(setups: Sequence[RankSetup]) -> None:
                     "other wrappers or options of them; name them in a rule of the stack, or install the same plugins "
                     "on all machines",
                     "ranks_differ",
+                )
+
+
+def _check_groups(setups: Sequence[RankSetup]) -> None:
+    for rank, setup in enumerate(setups):
+        for first, other in zip_longest(setups[0].plan.groups, setup.plan.groups):
+            if first is None or other is None or any(getattr(first, name) != getattr(other, name) for name in STORED):
+                groups = [group for group in (first, other) if group is not None]
+                specs = " and ".join("nothing" if group is None else shown(group.spec) for group in (first, other))
+                raise SpecError(
+                    f"layer {groups[0].layers[0]!r} is not the same on rank 0 and rank {rank}, which store {specs}: "
+                    "give each rank as many heads of every layer"
                 )
