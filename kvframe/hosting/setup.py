@@ -19,7 +19,7 @@ from kvframe.contract.page_store import PageStore
 from kvframe.hosting.drafts import Drafts, check_draft_layers
 from kvframe.planning.groups import Grouping, group_layers
 from kvframe.planning.layer_file import LayerFiles
-from kvframe.planning.layer_specs import make_layer_specs, retyped_layers
+from kvframe.planning.layer_specs import make_layer_specs
 from kvframe.planning.recognise import find_reader, with_dtype
 from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
 from kvframe.planning.tiers import TierCapacity, host_capacity, store_capacity
@@ -321,14 +321,6 @@ class Setup:
             num_copied_bytes,
             audited=self.stack.cache.audit,
         )
-
-    def retyped_layers(self, description: ModelDescription) -> tuple[str, ...]:
-        """Return the names of the layers that attend by another mask than the model's own forward.
-
-        Args:
-            description: The model, as its adapter describes it.
-        """
-        return retyped_layers(description, self.layers, self.registry)
 
     def choose_on(self, backend: str, layer: LayerSpec, *, keep_wrappers: bool = True) -> Choice:
         """Return what would be chosen for a layer if the stack named its backend.

@@ -222,9 +222,6 @@ def _in_owners_formats(layers: Sequence[LayerSpec], formatted_names: Collection[
 
 # --- other types than those that the adapter describes ----------------------------------------------------------------
 
-_STORAGE_FIELDS = frozenset({"block_size", "dtype", "model_dtype", "format"})
-"""Fields that say how state is stored, and not which tokens a query sees."""
-
 EditLayer = Callable[[LayerDescription], LayerDescription]
 """Returns a layer, or one of the same name with another ``kind`` and ``options``."""
 
@@ -307,28 +304,3 @@ def _comparable_spec(registry: Registry, layer: LayerDescription) -> KVCacheSpec
 
 def _stored_shapes(spec: KVCacheSpec) -> Mapping[str, tuple[int, ...]]:
     return {name: tensor.shape[1:] for name, tensor in ask_state_tensors(spec).items()}
-
-
-def retyped_layers(description: ModelDescription, layers: tuple[LayerSpec, ...], registry: Registry) -> tuple[str, ...]:
-    """Return the names of the layers that attend by another mask than the model's own forward."""
-    specs = {layer.name: layer.spec for layer in layers}
-    return tuple(
-        layer.name
-        for layer in description.layers
-        if layer.query and layer.name in specs and _is_retyped(layer, specs[layer.name], registry)
-    )
-
-
-def _is_retyped(layer: LayerDescription, spec: KVCacheSpec | None, registry: Registry) -> bool:
-    """Return whether a spec is of another type than a description, or has another option besides its layout."""
-    if spec is None:
-        return False
-    own_class: type[KVCacheSpec] = registry.specs.load(layer.kind)
-    if type(spec) is not own_class:
-        return True
-    names = {field.name for field in attrs.fields(own_class)} - own_class.layout_fields - _STORAGE_FIELDS
-    try:
-        own_spec = own_class(**{"block_size": spec.block_size, **layer.options})
-    except (TypeError, ValueError, SpecError):
-        return True  # the stack gave an option that the type requires
-    return any(getattr(spec, name) != getattr(own_spec, name) for name in names)

@@ -362,6 +362,7 @@ def plan_cache(
     max_num_batched_tokens: int,
     max_input_lens: Mapping[str, int] | None = None,
     pages_per_slab: Sequence[int] | None = None,
+    are_checked: bool = False,
 ) -> KVCachePlan:
     """Plan the pool: page and slab sizes, and how many slabs fit the memory.
 
@@ -372,33 +373,15 @@ def plan_cache(
         max_num_batched_tokens: The most tokens that one step computes.
         max_input_lens: The most tokens of each input sequence, such as an encoder's, by name.
         pages_per_slab: The number of pages of each group in a slab. Unless given, the choice that wastes least memory.
+        are_checked: Whether the answers of the groups' specs were checked before, so that they are not checked again.
 
     Raises:
         PlanError: The memory does not hold one slab for each group, or a group keeps state of a sequence whose length
             is not given.
         SpecError: A spec's answers break the laws of cache specs.
     """
-    _check_specs(grouping.groups, max_model_len, max_num_batched_tokens, max_input_lens or {})
-    return lay_out_cache(
-        grouping,
-        memory_bytes=memory_bytes,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_input_lens=max_input_lens,
-        pages_per_slab=pages_per_slab,
-    )
-
-
-def lay_out_cache(
-    grouping: Grouping,
-    *,
-    memory_bytes: int,
-    max_model_len: int,
-    max_num_batched_tokens: int,
-    max_input_lens: Mapping[str, int] | None = None,
-    pages_per_slab: Sequence[int] | None = None,
-) -> KVCachePlan:
-    """Plan the pool as ``plan_cache`` does, of specs whose answers were checked before."""
+    if not are_checked:
+        _check_specs(grouping.groups, max_model_len, max_num_batched_tokens, max_input_lens or {})
     input_lens = {} if max_input_lens is None else dict(max_input_lens)
     page_bytes = [group.page_bytes for group in grouping.groups]
     peaks = [_peak_blocks(group, max_model_len, max_num_batched_tokens, input_lens) for group in grouping.groups]

@@ -131,7 +131,7 @@ def test_a_backend_that_computes_the_type_wrongly_is_named(model: Path) -> None:
 
 def test_the_model_alone_would_not_show_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The model's own forward has another mask in this layer, so the comparison with it fails for a right backend.
-    monkeypatch.setattr("kvframe.hosting.setup.retyped_layers", lambda *_: ())
+    monkeypatch.setattr("kvframe_engine.diagnosis.retyped_layers", lambda *_: ())
     with pytest.raises(KVFrameError, match="gives other logits in a packed batch than alone"):
         make_engine(model, ANCHORS)
 

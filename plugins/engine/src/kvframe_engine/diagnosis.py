@@ -10,13 +10,18 @@ from functools import partial
 import attrs
 
 from kvframe import Choice, Registry, Setup
-from kvframe.contract.errors import BackendError, ModelError, WrapperError
+from kvframe.contract.description import LayerDescription, ModelDescription
+from kvframe.contract.errors import BackendError, ModelError, SpecError, WrapperError
+from kvframe.contract.specs import KVCacheSpec
 from kvframe_engine.assembly import Assembly
 from kvframe_engine.dense_check import check_densely
 from kvframe_engine.self_check import run_packed
 
 REFERENCE = "kvframe:torch_reference"
 """The backend that others are compared with."""
+
+_STORAGE_FIELDS = frozenset({"block_size", "dtype", "model_dtype", "format"})
+"""Fields that say how state is stored, and not which tokens a query sees."""
 
 
 def check_model(assembly: Assembly) -> None:
@@ -54,11 +59,41 @@ def compare(assembly: Assembly) -> None:
         ModelError: The runs differ, or the comparison could not be made.
     """
     setup = assembly.setup
-    retyped = setup.retyped_layers(assembly.model.description)
+    retyped = retyped_layers(setup, assembly.model.description)
     if retyped:
         check_densely(assembly, setup.layers, retyped)
     else:
         assembly.model.self_check(partial(run_packed, assembly))
+
+
+def retyped_layers(setup: Setup, description: ModelDescription) -> tuple[str, ...]:
+    """Return the names of the layers that attend by another mask than the model's own forward.
+
+    Args:
+        setup: What the stack does with the model.
+        description: The model, as its adapter describes it.
+    """
+    specs = {layer.name: layer.spec for layer in setup.layers}
+    return tuple(
+        layer.name
+        for layer in description.layers
+        if layer.query and layer.name in specs and _is_retyped(layer, specs[layer.name], setup.registry)
+    )
+
+
+def _is_retyped(layer: LayerDescription, spec: KVCacheSpec | None, registry: Registry) -> bool:
+    """Return whether a spec is of another type than a description, or has another option besides its layout."""
+    if spec is None:
+        return False
+    own_class: type[KVCacheSpec] = registry.specs.load(layer.kind)
+    if type(spec) is not own_class:
+        return True
+    names = {field.name for field in attrs.fields(own_class)} - own_class.layout_fields - _STORAGE_FIELDS
+    try:
+        own_spec = own_class(**{"block_size": spec.block_size, **layer.options})
+    except (TypeError, ValueError, SpecError):
+        return True  # the stack gave an option that the type requires
+    return any(getattr(spec, name) != getattr(own_spec, name) for name in names)
 
 
 def _explain(error: ModelError, assembly: Assembly) -> ModelError | BackendError | WrapperError | None:

@@ -35,7 +35,7 @@ from kvframe.contract.slots import Slots
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS
 from kvframe.planning.groups import group_layers
-from kvframe.planning.plan import lay_out_cache
+from kvframe.planning.plan import plan_cache
 from kvframe.selection.choice import Candidate, Choice, Identity, WrapperChain
 from kvframe_testing.case import Case, Inputs, Learned, Request
 from kvframe_testing.hosts import KVFRAME, Host, Memory
@@ -131,12 +131,13 @@ class Runner:
         num_blocks = max(sum(-(-request.seq_len // size) for request in step.values()) for step in steps)
         num_blocks += -(-self._longest // size) + 2
         page_bytes = max(group.page_bytes for group in self._grouping.groups) * len(self._grouping.groups) ** 2
-        # The laws check a spec; ``plan_cache`` would check its answers for each case anew.
-        plan = lay_out_cache(
+        # The laws check a spec, so its answers are not checked for each case anew.
+        plan = plan_cache(
             self._grouping,
             memory_bytes=page_bytes * num_blocks,
             max_model_len=self._longest,
             max_num_batched_tokens=self._longest,
+            are_checked=True,
         )
         names = sorted({_BYSTANDER, *(name for step in steps for name in step)})
         self.manager = KVCacheManager(plan, max_num_seqs=len(names), prefix_caching=num_shared > 0)
