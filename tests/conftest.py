@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import Distribution, DistributionFinder, MetadataPathFinder
@@ -27,32 +25,6 @@ def _kernels_are_compiled(request: pytest.FixtureRequest) -> None:
     for name in (registry := load_plugins().registry).backends.names():
         with contextlib.suppress(KVFrameError):
             registry.backends.load(name).unusable_reason()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _layers_of_a_config_are_discovered_once() -> Iterator[None]:
-    # Discovery runs the model without weights, which takes longer than to load a tiny model. The plugin's own tests
-    # discover the layers each time.
-    adapter: Any = sys.modules.get("kvframe_transformers.adapter")
-    if adapter is None:
-        yield
-        return
-    discover = adapter.discover_layers
-
-    def discover_once(model: Any, name: str, max_model_len: int, *, generates: bool = True, values: Any = None) -> Any:
-        config = re.sub(r'"_name_or_path": "[^"]*"', "", model.config.to_json_string(use_diff=False))
-        key = type(model), config, max_model_len, generates, values is None
-        if key not in DISCOVERED:
-            DISCOVERED[key] = discover(model, name, max_model_len, generates=generates, values=values)
-        return DISCOVERED[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapter, "discover_layers", discover_once)
-        yield
-
-
-DISCOVERED: dict[tuple[Any, ...], Any] = {}
-"""The layers of each model."""
 
 
 @pytest.fixture(scope="session")

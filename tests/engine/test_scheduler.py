@@ -98,9 +98,10 @@ class CountingCache:
 class ForkingCache(CountingCache):
     """Forks requests."""
 
-    def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> None:
+    def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> bool:
         self.held[new_id], self.token_ids[new_id] = self.held[request_id], token_ids
         self.missing[new_id], self.to_store[new_id] = frozenset(), set()
+        return True
 
 
 def request(
