@@ -33,9 +33,8 @@ def replay_with_tiers(sent: Sequence[Sent], tier: str, hints: Callable[[Sent], H
     clock, plan = [0.0], make_plan(POOLS[0])
     pool = torch.zeros(plan.total_bytes, dtype=torch.uint8)
     host = HostStorage(plan, pool, 2 * plan.num_slabs) if tier == HOST else None
-    manager = KVCacheManager(
-        plan, max_num_seqs=1, eviction=make_policy_of("scan_resistant"), host_pages=host, now=lambda: clock[0]
-    )
+    policy = make_policy_of("scan_resistant")
+    manager = KVCacheManager(plan, max_num_seqs=1, eviction=policy, now=lambda: clock[0])
     SHELVES["hints"] = Shelf()
     storage: Any = SimpleNamespace(pool=pool, plan=plan)
     stores = [ShelfStore(shelf="hints")]

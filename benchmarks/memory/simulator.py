@@ -16,7 +16,6 @@ from kvframe_engine.tiers.tiers import Tiers
 from kvframe_testing.audit import findable_pages
 
 from benchmarks.memory.traces import Conversation
-from kvframe.cache.host_pages import HostPages
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.model import ModelInput
 from kvframe.contract.specs import TOKENS, KVCacheSpec
@@ -144,7 +143,6 @@ class Simulation:
         num_users: int,
         max_num_seqs: int,
         input_lens: Mapping[str, int],
-        host_pages: HostPages | None = None,
         make_tiers: Callable[[KVCacheManager], Tiers] | None = None,
         ends_all: bool = False,
     ) -> None:
@@ -156,11 +154,10 @@ class Simulation:
             num_users: The number of users.
             max_num_seqs: The most requests at once.
             input_lens: The lengths of the inputs that each request has beside its tokens, by sequence.
-            host_pages: Host memory for evicted pages; None for none.
             make_tiers: Makes what brings pages back to the pool; None if nothing does.
             ends_all: Whether the run ends when all conversations have ended, and not when the last one has begun.
         """
-        self._manager = KVCacheManager(plan, max_num_seqs=max_num_seqs, host_pages=host_pages)
+        self._manager = KVCacheManager(plan, max_num_seqs=max_num_seqs)
         self._tiers = None if make_tiers is None else make_tiers(self._manager)
         self._scheduler: Scheduler[Request] = Scheduler(
             self._manager,

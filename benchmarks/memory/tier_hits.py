@@ -127,8 +127,8 @@ def run(name: str, layers: str, trace: str, size: int) -> dict[str, Any]:
         storage: Any = SimpleNamespace(pool=pool, plan=plan)
         pages = StoredPages(storage, stores, bytes(32), lambda: ["trace"]) if stores else None
         made.append(Tiers(manager, host, pages, bytes(32)))
-        if manager.host_tier is not None and not system.by_lru:
-            tier: Any = manager.host_tier
+        tier: Any = made[-1].host_tier
+        if tier is not None and not system.by_lru:
             tier._use_again = lambda group, host_ids: None
         return made[-1]
 
@@ -138,7 +138,6 @@ def run(name: str, layers: str, trace: str, size: int) -> dict[str, Any]:
         num_users=size,
         max_num_seqs=MAX_NUM_SEQS,
         input_lens={},
-        host_pages=host,
         make_tiers=make_tiers if host or stores else None,
         ends_all=True,
     ).run()

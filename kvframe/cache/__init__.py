@@ -12,8 +12,7 @@ Its files, in the order of the flow; each uses only those before it.
 - Hits and pins, in the pool and its indexes as one: ``stats``, ``prefix_lookup``.
 - Requests that run: argument checks (``arguments``); blocks are allocated, and copied for forks
   (``allocation``); rows begin, run, release dead blocks and end (``coordinator``).
-- Pages outside of the pool: host memory (``host_pages``), and evicted pages in it (``host_tier``); what a request
-  could continue from, wherever its blocks are (``stored_prefix``).
+- What a request could continue from, wherever its blocks are: ``stored_prefix``.
 - Prefixes from outside of the pool: ``restore``.
 - What an engine calls: ``manager``.
 """

@@ -126,6 +126,9 @@ class PageWatcher(Protocol):
     def note_cleared(self) -> None:
         """Record that all pages were removed, because their content may be wrong."""
 
+    def copies(self) -> Iterable[tuple[int, Sequence[bytes]]]:
+        """Return the group and keys of the copies in host memory, which events say are there."""
+
 
 class EventLog:
     """The events of a cache since they were last taken.
@@ -236,22 +239,21 @@ class EventLog:
             if self.keeps_events:
                 self._events.append(BlocksRemoved(group=group, keys=tuple(keys)))
 
-    def record_copied(self, group: int, keys: Sequence[bytes]) -> None:
-        """Record that host memory has copies of evicted blocks."""
-        of_group = self._group_layouts[group]
+    def record_copies(self, group: int, keys: Sequence[bytes], *, are_removed: bool = False) -> None:
+        """Record that host memory has copies of evicted blocks, or has them no longer."""
+        if are_removed:
+            self._events.append(BlocksRemoved(group=group, keys=tuple(keys), medium=HOST_MEMORY))
+            return
+        layout = self._group_layouts[group]
         self._events.append(
             BlocksStored(
                 group=group,
                 keys=tuple(keys),
-                block_size=of_group.block_size,
-                sequence=of_group.sequence,
+                block_size=layout.block_size,
+                sequence=layout.sequence,
                 medium=HOST_MEMORY,
             )
         )
-
-    def record_copy_removed(self, group: int, key: bytes) -> None:
-        """Record that host memory gave up the copy of a block."""
-        self._events.append(BlocksRemoved(group=group, keys=(key,), medium=HOST_MEMORY))
 
     def record_cleared(self) -> None:
         """Record that all blocks were removed."""

@@ -26,8 +26,6 @@ from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows,
 from kvframe.cache.coordinator import FillPages, KVCacheCoordinator, PageCopier, TableRows, TokenMover
 from kvframe.cache.events import NO_INPUTS, EventLog, PageWatcher, block_keys, input_keys
 from kvframe.cache.hints import NO_HINTS, Hints, KeptLimit
-from kvframe.cache.host_pages import HostPages
-from kvframe.cache.host_tier import HostTier
 from kvframe.cache.input_index import InputBlocks, InputSequence, Namespace, input_blocks, inputs_root
 from kvframe.cache.layout import CacheLayout
 from kvframe.cache.prefix_lookup import NO_HIT, Pin, Pins, PrefixCache, PrefixHit, found_prefix
@@ -81,8 +79,6 @@ class KVCacheManager:
         plan: The plan that it manages.
         tables: One block table per group.
         prefix_caching: Whether computed blocks become findable; False if there is nothing to cache.
-        host_tier: The host memory, with the copies of evicted pages once ``watch_pages`` was called; None without host
-            memory.
     """
 
     def __init__(
@@ -91,7 +87,6 @@ class KVCacheManager:
         *,
         max_num_seqs: int,
         prefix_caching: bool = True,
-        host_pages: HostPages | None = None,
         copier: PageCopier | None = None,
         mover: TokenMover | None = None,
         eviction: EvictionPolicy | None = None,
@@ -104,7 +99,6 @@ class KVCacheManager:
             plan: The cache plan.
             max_num_seqs: The most requests in the table at a time.
             prefix_caching: Whether computed blocks become findable by later requests.
-            host_pages: The host memory that evicted pages are copied to; None for none.
             copier: Copies pages within the pool; without it none is forked.
             mover: Moves the tokens that layers keep of a prompt; without it no request gives up any.
             eviction: The policy that orders cached pages for eviction; ``LRU`` if None.
@@ -132,7 +126,6 @@ class KVCacheManager:
         self._coordinator = KVCacheCoordinator(kinds, numbers, self._pool, publisher)
         self._input_groups = kinds.input_groups
         self._kinds = kinds
-        self.host_tier = None if host_pages is None else HostTier(plan, host_pages, self._pool)
         self._entries: dict[str, Entry] = {}
         self._fresh: dict[int, Entry] = {}
         self._copier, self._mover = copier, mover
@@ -545,15 +538,14 @@ class KVCacheManager:
         """
         check_secret(secret)
         log = self._log(secret, keeps_events=True)
-        if self.host_tier is not None:
-            self.host_tier.log_events_to(log)
+        for watcher in self._watchers:
+            for group, keys in watcher.copies():
+                log.record_copies(group, keys)
         self._publisher.update_leaves_after_commits(True)
         return log
 
     def stop_events(self) -> None:
         """Stop recording events."""
-        if self.host_tier is not None:
-            self.host_tier.log_events_to(None)
         if self._watchers:
             self._log(self._watch_secret, keeps_events=False)
         else:
@@ -562,19 +554,21 @@ class KVCacheManager:
         self._publisher.update_leaves_after_commits(False)
 
     def watch_pages(self, secret: bytes, *watchers: PageWatcher) -> None:
-        """Copy pages that are evicted from now on to host memory, and let watchers learn of all pages.
-
-        Called once, before the first request.
+        """Let watchers learn of all pages, to copy those that are evicted. Called once, before the first request.
 
         Args:
             secret: 32 bytes, for the keys of pages, and of later events too.
-            watchers: What learns of pages, beside the host memory.
+            watchers: What learns of pages, in this order.
         """
         check_secret(secret)
-        self._watch_secret = secret
-        self._watchers = watchers if self.host_tier is None else (self.host_tier, *watchers)
-        if self._watchers:
+        self._watch_secret, self._watchers = secret, watchers
+        if watchers:
             self._log(secret, keeps_events=False)
+
+    def record_copies(self, group: int, keys: Sequence[bytes], *, are_removed: bool = False) -> None:
+        """Let the events say that host memory has copies of evicted pages of a group, or that they are removed."""
+        if self._events is not None and self._events.keeps_events:
+            self._events.record_copies(group, keys, are_removed=are_removed)
 
     def _log(self, secret: bytes, *, keeps_events: bool) -> EventLog:
         """Return a log of all pages, which replaces the one before."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from kvframe_engine.engine import Engine
 from kvframe_engine.requests.request import SamplingParams
+from kvframe_engine.tiers.host_tier import HostTier
 from kvframe_testing.audit import findable_pages
 
 import kvframe
@@ -191,8 +192,8 @@ def test_a_reset_clears_all_of_it_held_blocks_included() -> None:
 
 def test_blocks_go_to_host_memory_before_they_leave_the_device_and_leave_it_in_turn() -> None:
     plan = make_plan(full(4), num_slabs=2, max_model_len=8)
-    manager = KVCacheManager(plan, max_num_seqs=1, host_pages=managers.HostWithoutBytes(2))
-    manager.watch_pages(SECRET)
+    manager = KVCacheManager(plan, max_num_seqs=1)
+    manager.watch_pages(SECRET, HostTier(manager, managers.HostWithoutBytes(2)))
     first, second, third = ([token] * 8 for token in (1, 2, 3))
     managers.serve(manager, first)
     log = manager.record_events(SECRET)

@@ -144,8 +144,9 @@ WITHOUT_ARGUMENTS |= {"num_held_pages", "layout"}
 
 def test_every_verb_is_listed_here() -> None:
     public = {name for name in vars(KVCacheManager) if not name.startswith("_")}
-    # A pin is a value that the manager made; other checks of pins are in test_pins.py.
-    assert public - WITHOUT_ARGUMENTS - {"unpin", "check_salt"} == set(calls(make_manager("one")))
+    # A pin is a value that the manager made; other checks of pins are in test_pins.py. Watchers record copies of pages
+    # that the manager named.
+    assert public - WITHOUT_ARGUMENTS - {"unpin", "check_salt", "record_copies"} == set(calls(make_manager("one")))
 
 
 @pytest.mark.parametrize("kind", PLANS)

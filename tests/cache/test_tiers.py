@@ -26,6 +26,7 @@ from kvframe.planning.plan import KVCachePlan
 from kvframe.routing import PrefixIndex
 from tests.cache.plans import encoder, full, make_plan, ranged
 from tests.cache.test_manager import SPECS
+from tests.support.engines import audit_host_tier
 from tests.support.stores import SHELVES, Shelf, ShelfStore
 
 MAX_LEN, CHUNK = 40, 8
@@ -39,7 +40,7 @@ class Device:
         self.plan, self.has_stores = plan, stores
         self.pool = torch.zeros(plan.total_bytes, dtype=torch.uint8)
         host = HostStorage(plan, self.pool, host_slabs) if host_slabs else None
-        self.manager = audit_each_verb(KVCacheManager(plan, max_num_seqs=3, host_pages=host))
+        self.manager = audit_each_verb(KVCacheManager(plan, max_num_seqs=3))
         storage: Any = SimpleNamespace(pool=self.pool, plan=plan)
         page_stores = [ShelfStore(shelf="one")] if stores else []
         pages = StoredPages(storage, page_stores, bytes(32), lambda: ["plan"]) if stores else None
@@ -99,6 +100,8 @@ class Device:
             done, missing = target, frozenset()
             self.tiers.after_step(0, 0.0, is_last=False)
         self.manager.free(name)
+        if self.tiers.host_tier is not None:
+            audit_host_tier(self.tiers.host_tier)
         if self.flushes:
             assert self.tiers.flush(10.0)
         return hit

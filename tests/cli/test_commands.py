@@ -25,7 +25,7 @@ from kvframe.contract.specs import AttentionSpec, TokenRange
 from tests.loading.fake_distributions import FakeSite, registers
 from tests.programs import run_program
 from tests.support.commands import run, run_json, without_start
-from tests.support.engines import manager_of
+from tests.support.engines import host_tier_of
 
 FULL = {"kind": "full_attention", "num_kv_heads": 2, "head_size": 64}
 WINDOW = {"kind": "sliding_window", "num_kv_heads": 2, "head_size": 64, "window": 128}
@@ -139,7 +139,7 @@ def test_plan_states_the_host_memory_of_a_run(model: Path, tmp_path: Path) -> No
     planned = run_json("plan", model, "--stack", stack)
     assert 3_000_000 - planned["slab_bytes"] < planned["host_bytes"] <= 3_000_000
     with Engine.from_pretrained(model, stack=Stack.from_file(stack)) as engine:
-        assert planned["host_bytes"] == manager_of(engine).host_tier._host_pages.bytes.numel()  # type: ignore[union-attr]
+        assert planned["host_bytes"] == host_tier_of(engine).storage.bytes.numel()
     assert "for evicted blocks" in run("plan", model, "--stack", stack).stdout
     assert 0 == run_json("plan", model, "--cache-memory", "8MiB")["host_bytes"]
 

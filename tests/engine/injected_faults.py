@@ -17,7 +17,7 @@ from kvframe.cache.events import CacheEvent
 from kvframe.contract.errors import PlanError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
-from tests.support.engines import manager_of, runner_of, storage_of
+from tests.support.engines import host_tier_of, manager_of, runner_of, storage_of
 from tests.support.plugins import plugin
 
 KINDS: Mapping[str, str] = {
@@ -68,11 +68,10 @@ class Faults:
         manager: Any = manager_of(parts)
         manager.extend_rows = self._before(manager.extend_rows, "books")
         manager.commit_rows = self._before(manager.commit_rows, "books")
-        tier: Any = manager.host_tier
+        tier: Any = host_tier_of(parts)
         if tier is not None:
-            host_pages = tier._host_pages
-            host_pages.copy_out = self._before(host_pages.copy_out, "host")
-            host_pages.copy_in = self._before(host_pages.copy_in, "host")
+            tier.storage.copy_out = self._before(tier.storage.copy_out, "host")
+            tier.storage.copy_in = self._before(tier.storage.copy_in, "host")
         storage_of(parts).fill = self._with_memory(storage_of(parts).fill)
         storage_of(parts).reserve = self._before(storage_of(parts).reserve, "resize")
         parts._advance = self._short_of_memory(parts._advance)

@@ -18,7 +18,7 @@ from kvframe import BlocksStored, CacheCleared, CacheEvent, Engine, Hints, Stack
 from kvframe.contract.errors import StackError
 from tests.covering import cover_values
 from tests.models.serving import GREEDY, TinyModel, ids
-from tests.support.engines import fetcher_of, held_pages, manager_of, scheduler_of, tiers_of
+from tests.support.engines import audit_host_tier, fetcher_of, held_pages, manager_of, scheduler_of, tiers_of
 from tests.support.stores import SHELVES, OpenShelf, Shelf, shelf_plugin
 from tests.support.waiting import waited_for
 
@@ -94,6 +94,8 @@ def test_evicted_prefixes_come_back(tiny: TinyModel, name: str) -> None:
             assert set(output.cached.restored_from) <= {"host_memory", "shelf"}
         assert 0 == held_pages(engine)
         audit(manager_of(engine))
+        if tiers_of(engine).host_tier is not None:
+            audit_host_tier(tiers_of(engine).host_tier)
 
 
 def test_one_engine_computes_prompts_and_another_generates(tiny: TinyModel) -> None:
@@ -271,7 +273,7 @@ def test_host_memory_forgets_pages_of_other_weights(llama: TinyModel) -> None:
         tokens(engine, [*ASKED, *OTHERS])
         assert engine.stats().host_blocks > 0
         engine.reset_prefix_cache()
-        audit(manager_of(engine))
+        audit_host_tier(tiers_of(engine).host_tier)
         assert 0 == engine.stats().host_blocks
         (output,) = engine.generate(ASKED[:1], GREEDY)
         assert output.cached is not None

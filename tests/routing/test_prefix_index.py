@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_chunked_local.spec import ChunkedLocalSpec
+from kvframe_engine.tiers.host_tier import HostTier
 from kvframe_entries.spec import TokenEntriesSpec, UnfinishedGroupSpec
 from kvframe_mamba.spec import MambaSpec
 from kvframe_mla.spec import MLASpec
@@ -141,14 +142,14 @@ class Caches:
         self.has_input = any(spec.sequence == ENCODER for spec in specs)
         plan = make_plan(*specs, max_model_len=MAX_LEN, max_num_batched_tokens=CHUNK)
         least = plan.num_slabs_for(plan.peak_blocks(MAX_LEN, {ENCODER: 9} if self.has_input else None))
-        self.managers = {}
+        self.managers: dict[str, KVCacheManager] = {}
+        self.tiers: dict[str, HostTier] = {}
         for name in ("one", "two"):
             pool = attrs.evolve(plan, num_slabs=least + num_slabs)
-            host = HostWithoutBytes(host_slabs) if host_slabs else None
-            manager = KVCacheManager(pool, max_num_seqs=2, host_pages=host)
+            self.managers[name] = manager = KVCacheManager(pool, max_num_seqs=2)
             if host_slabs:
-                manager.watch_pages(SECRET)
-            self.managers[name] = manager
+                self.tiers[name] = HostTier(manager, HostWithoutBytes(host_slabs))
+                manager.watch_pages(SECRET, self.tiers[name])
         self.logs = {name: manager.record_events(SECRET) for name, manager in self.managers.items()}
         self.index = PrefixIndex(SECRET)
         self.running: dict[str, list[int]] = {}
@@ -189,19 +190,19 @@ class Caches:
         managers = self.managers.items()
         found = {name: manager.find(tokens, **options) for name, manager in managers}
         assert found == self.index.hits(tokens, media=["device"], **options)
-        assert {name: found_anywhere(manager, tokens, options) for name, manager in managers} == self.index.hits(
-            tokens, **options
-        )
+        anywhere = {name: found_anywhere(manager, self.tiers.get(name), tokens, options) for name, manager in managers}
+        assert anywhere == self.index.hits(tokens, **options)
         late = PrefixIndex(SECRET)
         for name in self.managers:
             late.apply(name, self.index.snapshot(name))
         assert self.index.hits(tokens, **options) == late.hits(tokens, **options)
 
 
-def found_anywhere(manager: KVCacheManager, tokens: Sequence[int], options: dict[str, Any]) -> int:
+def found_anywhere(
+    manager: KVCacheManager, tier: HostTier | None, tokens: Sequence[int], options: dict[str, Any]
+) -> int:
     """Return the tokens that a request finds on the device after its prefix is brought back from host memory."""
     blocks = manager.prefix_blocks(tokens, secret=SECRET, **options)
-    tier = manager.host_tier
     if tier is None:
         return blocks.num_cached
     in_host = [tier.find_pages(group, keys) > 0 for group, keys in enumerate(blocks.keys)]
@@ -295,8 +296,8 @@ def test_a_prompt_is_hashed_once_for_all_engines(monkeypatch: pytest.MonkeyPatch
 
 def test_blocks_in_host_memory_are_found_beside_those_on_the_device() -> None:
     plan = make_plan(full(4), num_slabs=5)
-    manager = KVCacheManager(plan, max_num_seqs=2, host_pages=HostWithoutBytes(8))
-    manager.watch_pages(SECRET)
+    manager = KVCacheManager(plan, max_num_seqs=2)
+    manager.watch_pages(SECRET, HostTier(manager, HostWithoutBytes(8)))
     index, log = PrefixIndex(SECRET), manager.record_events(SECRET)
     first, second = [*range(16)], [*range(100, 116)]
     serve(manager, first)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from kvframe_engine.tiers.fetcher import PrefixFetcher
+from kvframe_testing.audit import audit_pool
 
 from kvframe import KVCacheManager
 
@@ -64,3 +66,20 @@ def held_pages(engine: Any) -> int:
 def tiers_of(engine: Any) -> Any:
     """Return the tiers of an engine's cache."""
     return engine._tiers
+
+
+def host_tier_of(engine: Any) -> Any:
+    """Return the host memory of an engine's cache; None if it has none."""
+    tiers = tiers_of(engine)
+    return None if tiers is None else tiers.host_tier
+
+
+def audit_host_tier(tier: Any) -> None:
+    """Check that host pages are free, held while they are copied, or cached under one key each."""
+    held_pages = np.concatenate([np.zeros(0, np.int32), *tier._held_pages])
+    audit_pool(tier.pool, tier._manager.plan, held_pages)
+    pages = tier.pool.free_list.all_blocks()
+    by_key = {page: (group, key) for group, ids in enumerate(tier._host_ids) for key, page in ids.items()}
+    assert by_key == tier._key_of, "keys and pages of the host memory disagree"
+    cached_pages = set(pages[tier.pool.is_cached(pages)].tolist())
+    assert cached_pages == tier._key_of.keys() - set(held_pages.tolist()), "a cached host page has no key"

@@ -22,7 +22,7 @@ from tests.cache.mirror import Mirror
 from tests.engine.injected_faults import KINDS, Faults, InjectedError
 from tests.engine.soak.scenarios import Served
 from tests.engine.soak.traffic import Arrival, Operator
-from tests.support.engines import manager_of, pool_of
+from tests.support.engines import audit_host_tier, host_tier_of, manager_of, pool_of
 
 STEP_SECONDS, TOKEN_SECONDS = 0.03, 0.003
 FAULTS = 1 / 40
@@ -172,6 +172,8 @@ class Soak:
         self.counts["audits"] += 1
         try:
             audit(manager_of(self.engine))
+            if (tier := host_tier_of(self.engine)) is not None:
+                audit_host_tier(tier)
         except AssertionError as error:
             self.wrong["leaks"].append(f"step {self.counts['steps']}: {error}")
         self._compare_mirror()
@@ -202,11 +204,12 @@ class Soak:
         """Check that no page is held without an owner, and that all memory is free after the prefix cache is reset."""
         self._audit()
         manager: Any = manager_of(self.engine)
+        tier = host_tier_of(self.engine)
         self.engine.reset_prefix_cache()
         for what, found, expected in (
             ("requests without an end", len(self._running), 0),
             ("pages held", manager.num_held_pages, 0),
-            ("bytes held in host memory", 0 if manager.host_tier is None else manager.host_tier.pool.held_bytes, 0),
+            ("bytes held in host memory", 0 if tier is None else tier.pool.held_bytes, 0),
             ("rows free", manager.num_free_rows, self.engine.stack.limits.max_num_seqs),
             ("slabs idle", pool_of(manager).num_idle_slabs, self.engine.plan.num_slabs),
             ("pages cached", pool_of(manager).num_cached, 0),

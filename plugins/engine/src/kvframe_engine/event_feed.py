@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from kvframe import BlocksStored, CacheEvent
+from kvframe import CacheEvent
 from kvframe.contract import EventPublisher, OpenEventPublisher
 from kvframe.foreign import safe_text
 from kvframe.routing import to_plain
@@ -126,4 +126,4 @@ class EventFeed:
 
 
 def _size_of(event: CacheEvent) -> int:
-    return len(getattr(event, "keys", ())) + (len(event.tokens) if isinstance(event, BlocksStored) else 0) + 1
+    return len(getattr(event, "keys", ())) + len(getattr(event, "tokens", ())) + 1

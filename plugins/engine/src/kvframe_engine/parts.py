@@ -62,7 +62,6 @@ def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
         assembly.plan,
         max_num_seqs=assembly.stack.limits.max_num_seqs,
         prefix_caching=assembly.setup.caches_prefixes,
-        host_pages=assembly.host,
         copier=storage.copy_pages,
         mover=assembly.setup.make_mover(assembly.views),
         eviction=assembly.setup.make_part("eviction", assembly.stack.cache.eviction),

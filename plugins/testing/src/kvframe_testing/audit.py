@@ -15,14 +15,15 @@ import numpy as np
 from kvframe.cache.block_order import AnyBlockIds, BlockIds, ReleaseOrder
 from kvframe.cache.block_pool import NO_OWNER, BlockPool
 from kvframe.cache.block_table import BlockTables, Counts
-from kvframe.cache.host_tier import HostTier
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.radix_tree import RadixTree
 from kvframe.planning.plan import KVCachePlan
 
 M = TypeVar("M", bound=KVCacheManager)
-READERS = frozenset(("block_ids", "find", "has_capacity", "may_be_needed", "missing_inputs", "row"))
-"""Public methods of the manager that change nothing. ``audit_each_verb`` audits after all others."""
+READERS = frozenset(("block_ids", "find", "has_capacity", "may_be_needed", "missing_inputs", "record_copies", "row"))
+"""Public methods of the manager that change no page; watchers call some of them within another verb.
+
+``audit_each_verb`` audits after all others."""
 
 
 def audit(manager: KVCacheManager) -> None:
@@ -35,10 +36,8 @@ def audit(manager: KVCacheManager) -> None:
     taken_rows = [entry.row for entry in manager._entries.values()]
     _audit_rows(tables, manager._rows.free, taken_rows, numbers.num_blocks, numbers.num_computed)
     held_pages = np.concatenate([pages_in(tables), manager._pins.pinned_pages()])
-    _audit_pool(manager._pool, manager.plan, held_pages)
+    audit_pool(manager._pool, manager.plan, held_pages)
     _audit_tree(manager._cache.tree)
-    if manager.host_tier is not None:
-        _audit_host_tier(manager.host_tier, manager.plan)
 
 
 def audit_each_verb(manager: M) -> M:
@@ -109,7 +108,7 @@ def _audit_rows(
         _require(not (table.ids != 0)[is_after].any(), "a row names a page after its last block")
 
 
-def _audit_pool(pool: BlockPool, plan: KVCachePlan, held_blocks: BlockIds) -> None:
+def audit_pool(pool: BlockPool, plan: KVCachePlan, held_blocks: BlockIds) -> None:
     """Check that a pool's pages are free, held or cached, and counted.
 
     ``held_blocks`` names each page as often as it has holders.
@@ -149,17 +148,6 @@ def _audit_tree(tree: RadixTree) -> None:
         _require(node.num_pages == sum(map(len, node_pages)), "a node's pages are miscounted")
         for pages in node_pages:
             _require(bool((tree.pool.owners_of(pages) == node.owner).all()), "a node names a page of another owner")
-
-
-def _audit_host_tier(tier: HostTier, plan: KVCachePlan) -> None:
-    """Check that host pages are free, held while they are copied, or cached under one key each."""
-    held_pages = np.concatenate([np.zeros(0, np.int32), *tier._held_pages])
-    _audit_pool(tier.pool, plan, held_pages)
-    pages = tier.pool.free_list.all_blocks()
-    by_key = {page: (group, key) for group, ids in enumerate(tier._host_ids) for key, page in ids.items()}
-    _require(by_key == tier._key_of, "keys and pages of the host memory disagree")
-    cached_pages = set(pages[tier.pool.is_cached(pages)].tolist())
-    _require(cached_pages == tier._key_of.keys() - set(held_pages.tolist()), "a cached host page has no key")
 
 
 def _require(is_so: bool, otherwise: str) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe import KVCacheManager, Pin, PrefixBlocks
-from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.requests.progress import RequestProgress
+from kvframe_engine.tiers.host_tier import HostTier
 from kvframe_engine.tiers.stored_pages import StoredPages
 
 HOST = "host_memory"
@@ -30,7 +30,7 @@ class Move:
     def __init__(
         self,
         manager: KVCacheManager,
-        host: HostStorage | None,
+        host_tier: HostTier | None,
         pages: StoredPages | None,
         blocks: PrefixBlocks,
         in_host: Sequence[npt.NDArray[np.int32]],
@@ -42,7 +42,7 @@ class Move:
 
         Args:
             manager: The cache.
-            host: The host memory; None for none.
+            host_tier: The host memory; None for none.
             pages: Has what was fetched; None without page stores.
             blocks: The blocks of the request, and which of them are on the device.
             in_host: Per group, the host page of each block; 0 for none.
@@ -50,7 +50,7 @@ class Move:
             fetched: The pages that were fetched, with the names of their stores, by group and block index.
             num_tokens: The tokens of the prefix.
         """
-        self._manager, self._host, self._pages = manager, host, pages
+        self._manager, self._host_tier, self._pages = manager, host_tier, pages
         self._in_host, self._num_tokens = in_host, num_tokens
         self._fetch, self._fetched = fetch, fetched
         self.sources: Counter[str] = Counter()
@@ -68,9 +68,8 @@ class Move:
             RuntimeError: A copy failed. Nothing changed.
             LookupError: A block that was on the device is there no longer. Nothing changed.
         """
-        tier = self._manager.host_tier
         token_ids = array("I", request.token_ids[: self._num_tokens])
-        with nullcontext() if tier is None else tier.holding(self._in_host):
+        with nullcontext() if self._host_tier is None else self._host_tier.holding(self._in_host):
             return self._manager.restore(token_ids, self._copy, salt=request.cache_salt, inputs=request.input_sequences)
 
     def _copy(self, group: int, blocks: Sequence[int], block_ids: Sequence[int]) -> None:
@@ -86,8 +85,8 @@ class Move:
                 from_stores.append((block, block_id))
                 self.sources[self._fetched[group, block]] += 1
         if from_host:
-            assert self._host is not None
-            self._host.copy_in(group, *zip(*from_host, strict=True))
+            assert self._host_tier is not None
+            self._host_tier.storage.copy_in(group, *zip(*from_host, strict=True))
         if from_stores:
             assert self._pages is not None
             self._pages.write(self._fetch, group, *zip(*from_stores, strict=True))

@@ -23,6 +23,7 @@ from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.requests.fetch import Fetch
 from kvframe_engine.requests.progress import RequestProgress
 from kvframe_engine.tiers.fetcher import LEAST_WAIT, PrefixFetcher
+from kvframe_engine.tiers.host_tier import HostTier
 from kvframe_engine.tiers.move import HOST, Move
 from kvframe_engine.tiers.read_rate import ReadRate
 from kvframe_engine.tiers.stored_pages import StoredPages
@@ -83,6 +84,10 @@ class Tiers:
     """Moves pages between the device, host memory and page stores.
 
     The engine calls every method, between two steps. It is a watcher of the cache's pages (``PageWatcher``).
+
+    Attributes:
+        counts: What the tiers did.
+        host_tier: Evicted pages in host memory; None without host memory.
     """
 
     def __init__(
@@ -100,7 +105,8 @@ class Tiers:
             pages: Moves pages from and to page stores; None for no stores.
             secret: 32 bytes, for the keys of pages.
         """
-        self._manager, self._host, self._pages, self._secret = manager, host, pages, secret
+        self._manager, self._pages, self._secret = manager, pages, secret
+        self.host_tier = None if host is None else HostTier(manager, host)
         self.counts = TierCounts()
         self._fetcher = None if pages is None else PrefixFetcher(pages)
         self._fresh: dict[int, tuple[int, bytes]] = {}
@@ -111,7 +117,8 @@ class Tiers:
         self._seconds_per_token: float | None = None
         self._host_rate = ReadRate()
         self._page_bytes = [group.page_bytes for group in manager.plan.groups]
-        manager.watch_pages(secret, *([] if pages is None else [self]))
+        tier = [] if self.host_tier is None else [self.host_tier]
+        manager.watch_pages(secret, *tier, *([] if pages is None else [self]))
 
     # --- waiting requests ---------------------------------------------------------------------------------------------
 
@@ -211,7 +218,7 @@ class Tiers:
             return NOTHING
         if len(self._store_counts) == 1:
             self._known.update(dict.fromkeys((group, blocks.keys[group][block]) for group, block in fetched))
-        move = Move(self._manager, self._host, self._pages, blocks, in_host, fetch.number, fetched, num_tokens)
+        move = Move(self._manager, self.host_tier, self._pages, blocks, in_host, fetch.number, fetched, num_tokens)
         num_saved = num_tokens - blocks.num_cached
         if not fetched and self._is_slower(move.num_host_bytes, num_saved) and not blocks.lacks_inputs:
             request.promised_tokens = 0
@@ -253,7 +260,7 @@ class Tiers:
 
     def _in_host(self, blocks: PrefixBlocks) -> list[npt.NDArray[np.int32]]:
         """Return per group the host page of each block; 0 for none."""
-        tier = self._manager.host_tier
+        tier = self.host_tier
         if tier is None:
             return [np.zeros(len(keys), dtype=np.int32) for keys in blocks.keys]
         return [tier.find_pages(group, keys) for group, keys in enumerate(blocks.keys)]
@@ -288,6 +295,10 @@ class Tiers:
         self._known.clear()
         if self._pages is not None:
             self._pages.renew()
+
+    def copies(self) -> tuple[tuple[int, Sequence[bytes]], ...]:
+        """Return no copies: events do not say what page stores have."""
+        return ()
 
     def after_step(self, num_tokens: int, seconds: float, *, is_last: bool) -> None:
         """Give pages to the stores that became findable, and learn how long tokens take.
@@ -353,11 +364,11 @@ class Tiers:
     @property
     def names(self) -> tuple[str, ...]:
         """The tiers in the order in which they are asked."""
-        return (*([] if self._manager.host_tier is None else [HOST]), *self._store_counts)
+        return (*([] if self.host_tier is None else [HOST]), *self._store_counts)
 
     def stats(self) -> dict[str, Any]:
         """Return the numbers of ``EngineStats`` that are about tiers. Any thread may call it."""
-        counts, tier = self.counts, self._manager.host_tier
+        counts, tier = self.counts, self.host_tier
         return {
             "restored_tokens": counts.restored_tokens,
             "restored_blocks": {name: counts.pages_from[name] for name in self.names},

@@ -14,12 +14,12 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.block_order import BlockIds, Groups
-from kvframe.cache.block_pool import BlockPool, Indices
-from kvframe.cache.events import EventLog
-from kvframe.cache.host_pages import HostPages
+from kvframe import BlockPool, KVCacheManager
 from kvframe.foreign import safe_text
-from kvframe.planning.plan import KVCachePlan
+from kvframe_engine.host_storage import HostStorage
+
+BlockIds = npt.NDArray[np.int32]
+"""``[n], int32, host``: pages of the host memory."""
 
 _log = logging.getLogger("kvframe")
 _PAGES_AT_ONCE = 64
@@ -32,21 +32,20 @@ class HostTier:
     Invariant: the cached pages of the host memory are exactly those that a key finds.
 
     Attributes:
-        events: What records which pages are copied and removed; None if no router listens.
+        storage: The bytes.
         pages_stored: Pages that were copied to host memory.
         pages_dropped: Evicted pages for which no host page was free, or whose copy failed.
     """
 
-    def __init__(self, plan: KVCachePlan, host_pages: HostPages, device_pool: BlockPool) -> None:
-        """Begin with an empty pool of host pages, ``pool``, for a device pool with this plan."""
-        self._device_pool = device_pool
-        self._plan, self._num_groups = plan, len(plan.groups)
-        self._host_pages = host_pages
-        self.pool = BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs), on_evicted=self._remove_evicted)
+    def __init__(self, manager: KVCacheManager, storage: HostStorage) -> None:
+        """Begin with an empty pool of host pages, ``pool``, for the evicted pages of a cache."""
+        self._manager, self.storage = manager, storage
+        self._num_groups = len(manager.plan.groups)
+        plan = attrs.evolve(manager.plan, num_slabs=storage.num_slabs)
+        self.pool = BlockPool(plan, on_evicted=self._remove_evicted)
         self._host_ids: list[dict[bytes, int]] = [{} for _ in plan.groups]
         self._key_of: dict[int, tuple[int, bytes]] = {}
         self._held_pages: list[BlockIds] = []
-        self.events: EventLog | None = None
         self.pages_stored = self.pages_dropped = 0
 
     # --- as a watcher of the device's pages ---------------------------------------------------------------------------
@@ -57,7 +56,7 @@ class HostTier:
     def note_evicted(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Copy pages that are evicted from the device, except those that have a copy already or are not needed."""
         host_ids = self._host_ids[group]
-        may_be_needed = self._device_pool.may_be_needed(np.array(block_ids, dtype=np.int32)).tolist()
+        may_be_needed = self._manager.may_be_needed(block_ids)
         if not all(may_be_needed):
             keys, block_ids = [*compress(keys, may_be_needed)], [*compress(block_ids, may_be_needed)]
         self._use_again(group, self.find_pages(group, keys))
@@ -84,7 +83,7 @@ class HostTier:
             self.pages_dropped += len(keys)
             return
         try:
-            self._host_pages.copy_out(group, block_ids, host_ids.tolist())
+            self.storage.copy_out(group, block_ids, host_ids.tolist())
         except (RuntimeError, MemoryError) as error:
             _log.warning("%d evicted pages were not copied to host memory: %s", len(keys), safe_text(error))
             self.pages_dropped += len(keys)
@@ -95,23 +94,19 @@ class HostTier:
             self._key_of[host_id] = group, key
         self.pool.publish_and_release(host_ids, host_ids, np.zeros_like(host_ids), group)
         self.pages_stored += len(keys)
-        if self.events is not None:
-            self.events.record_copied(group, keys)
+        self._manager.record_copies(group, keys)
 
-    def _remove_evicted(self, owner: int, groups: int | Groups, indices: Indices) -> None:
+    def _remove_evicted(self, owner: int, groups: object, indices: object) -> None:
         """Forget the key of a page that is evicted from host memory: a page is its own owner."""
         group, key = self._key_of.pop(owner)
         del self._host_ids[group][key]
-        if self.events is not None:
-            self.events.record_copy_removed(group, key)
+        self._manager.record_copies(group, [key], are_removed=True)
 
-    def log_events_to(self, log: EventLog | None) -> None:
-        """Log all pages, and from now on each one that is copied or removed; None stops the log."""
-        self.events = log
-        if log is not None:
-            for group, host_ids in enumerate(self._host_ids):
-                if host_ids:
-                    log.record_copied(group, list(host_ids))
+    def copies(self) -> Iterator[tuple[int, Sequence[bytes]]]:
+        """Yield the keys of all pages, group by group."""
+        for group, host_ids in enumerate(self._host_ids):
+            if host_ids:
+                yield group, list(host_ids)
 
     # --- finding ------------------------------------------------------------------------------------------------------
 
