@@ -15,8 +15,7 @@ from kvframe_mamba.spec import MambaSpec
 from kvframe_sliding_window.spec import SlidingWindowSpec
 from kvframe_testing.audit import findable_pages
 
-from benchmarks.cache.setting import BLOCK_SIZE, STATE, Setting
-from benchmarks.cache.work import Mistake, TokenIds
+from benchmarks.cache.setting import BLOCK_SIZE, STATE, Mistake, Setting, TokenIds
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import AttentionSpec, KVCacheSpec, LayerSpec, TokenRange

@@ -1,4 +1,4 @@
-"""How a cache core is set up for a work, and the sides that are compared. Imports only Python's library."""
+"""What the cores of caches and their works share: settings, sides that are compared. Imports only Python's library."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ STATE = 2
 """A state needs the last token of the past, so its blocks are those of a window of two."""
 VLLM, KVFRAME, MORE_GROUPS = "vLLM", "kvframe", "kvframe, as many groups"
 ONE_BY_ONE = ", one by one"
+
+TokenIds = list[int]
+
+
+class Mistake(Exception):
+    """A core does not hold or find what it should."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from benchmarks.cache.setting import BLOCK_SIZE, STATE, Setting
-from benchmarks.cache.work import Mistake, TokenIds
+from benchmarks.cache.setting import BLOCK_SIZE, STATE, Mistake, Setting, TokenIds
 
 
 def _window(spec: KVCacheSpec) -> int | None:

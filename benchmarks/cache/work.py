@@ -13,7 +13,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cache.setting import BLOCK_SIZE, Setting
+from benchmarks.cache.setting import BLOCK_SIZE, Mistake, Setting, TokenIds
 from benchmarks.harness.process import timed
 
 if TYPE_CHECKING:
@@ -23,15 +23,10 @@ SEED, VOCABULARY = 5, 1 << 17
 CHUNK = 2048
 """Tokens of a step that computes a prompt."""
 
-TokenIds = list[int]
 Facts = dict[str, Any]
 Turns = Generator[list[float], bool, Facts]
 """A running work. ``next`` sets it up; ``send(True)`` does a turn and returns its times in seconds; ``send(False)``
 checks the core and returns facts about it."""
-
-
-class Mistake(Exception):
-    """A core does not hold or find what it should."""
 
 
 def expect(expected: Any, found: Any, what: str) -> None:

@@ -9,8 +9,8 @@ import statistics
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cache.setting import BLOCK_SIZE, Setting, hybrid
-from benchmarks.cache.work import CHUNK, Client, TokenIds, Turns, expect, work
+from benchmarks.cache.setting import BLOCK_SIZE, Setting, TokenIds, hybrid
+from benchmarks.cache.work import CHUNK, Client, Turns, expect, work
 from benchmarks.harness.process import timed
 
 if TYPE_CHECKING:

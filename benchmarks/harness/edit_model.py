@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import Gemma3ForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.harness.demo import demo_path
 from benchmarks.harness.machine import ROOT
-from benchmarks.harness.models import path_of
 
 FILE = ROOT / "examples" / "yoco" / "yoco_model.py"
 """The file whose parts are edited."""
@@ -31,7 +31,7 @@ ANSWER = 42
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return the demo's tokenizer."""
-    found: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(path_of("demo"))
+    found: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(demo_path())
     return found
 
 
@@ -69,7 +69,7 @@ def draw_edit(source: torch.Generator) -> torch.Tensor:
 
 def save_edit_model(path: Path) -> None:
     """Train the demo's model on edits of code and of random tokens, and save it."""
-    model = Gemma3ForCausalLM.from_pretrained(path_of("demo")).train()
+    model = Gemma3ForCausalLM.from_pretrained(demo_path()).train()
     code = tokens_of("\n\n".join(inspect.getsource(importlib.import_module(name)) for name in MODULES))
     source = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
@@ -85,5 +85,5 @@ def save_edit_model(path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     model.eval().save_pretrained(path)
-    for file in path_of("demo").glob("tokenizer*"):
+    for file in demo_path().glob("tokenizer*"):
         shutil.copy(file, path)

@@ -23,9 +23,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from benchmarks.harness.demo import DEMO, demo_path
+from benchmarks.harness.edit_model import save_edit_model
 from benchmarks.harness.machine import ROOT
 
-DEMO, YOCO = ROOT / "examples" / "demo", ROOT / "examples" / "yoco"
+YOCO = ROOT / "examples" / "yoco"
 WITHOUT_END: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -38,11 +40,7 @@ def silence_transformers() -> None:
 def path_of(name: str) -> Path:
     """Return the folder of the demo's model or of a random one; make the model if it is missing."""
     if name == "demo":
-        sys.path.insert(0, str(DEMO))
-        from make_model import make_model
-
-        demo: Path = make_model().path
-        return demo
+        return demo_path()
     path = ROOT / ".cache" / name
     if not (path / "config.json").exists():
         save_random(name, path)
@@ -174,7 +172,7 @@ def _gemma3n(path: Path, types: str, shared: int, window: int, hidden: int, mlp:
 
 def _demo_deep(path: Path) -> None:
     """Save the demo's model with 20 further layers, whose outputs are zero: it computes the same tokens."""
-    small = Gemma3ForCausalLM.from_pretrained(path_of("demo"))
+    small = Gemma3ForCausalLM.from_pretrained(demo_path())
     settings = small.config.to_dict()
     settings["layer_types"] = [*settings["layer_types"], *["sliding_attention"] * 20]
     settings["num_hidden_layers"] = len(settings["layer_types"])
@@ -184,14 +182,8 @@ def _demo_deep(path: Path) -> None:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     deep.save_pretrained(path)
-    for file in path_of("demo").glob("tokenizer*"):
+    for file in demo_path().glob("tokenizer*"):
         shutil.copy(file, path)
-
-
-def _demo_edit(path: Path) -> None:
-    from benchmarks.harness.edit_model import save_edit_model
-
-    save_edit_model(path)
 
 
 def _yoco(path: Path, **sizes: int) -> None:
@@ -204,7 +196,7 @@ def _yoco(path: Path, **sizes: int) -> None:
 
 RANDOM: Mapping[str, Callable[[Path], None]] = {
     "bench-demo-deep": _demo_deep,
-    "bench-demo-edit": _demo_edit,
+    "bench-demo-edit": save_edit_model,
     "bench-llama-tiny": partial(_llama, vocab_size=256, hidden=64, mlp=128, layers=2),
     # Heads of 32, the smallest that vLLM's attention on a CPU takes.
     "bench-llama-small": partial(_llama, vocab_size=256, hidden=128, mlp=256, layers=2, heads=4, kv_heads=2),

@@ -9,12 +9,17 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.worker.gpu_worker import Worker
 
 from kvframe import Registry, Stack
-from kvframe.contract import BackendError
+from kvframe.contract import BackendError, StackError
 from kvframe_vllm.adapter.backend import HostedBackend, HostedLatentBackend
 from kvframe_vllm.adapter.cache import HostedSpec, LiveBlockManager
 from kvframe_vllm.adapter.layers import describe_layers
 from kvframe_vllm.adapter.weights import note_weights
-from kvframe_vllm.transfer.setup import check_stores_are_used
+
+FLAG = (
+    """--kv-transfer-config '{"kv_connector": "KVFrameConnector", """
+    """"kv_connector_module_path": "kvframe_vllm.connector", "kv_role": "kv_both"}'"""
+)
+"""What starts vLLM with the connector."""
 
 
 def install(stack: Stack, registry: Registry) -> None:
@@ -51,3 +56,12 @@ def select_backend(cls: type, selected_backend: Any, attn_selector_config: Any, 
             "KVFRAME_STACK to run it on vLLM's own backend"
         )
     return f"{backend.__module__}.{backend.__qualname__}"
+
+
+def check_stores_are_used(stack: Stack, vllm_config: Any) -> None:
+    """Raise if the stack names page stores and vLLM was started without a connector."""
+    if stack.page_stores and vllm_config.kv_transfer_config is None:
+        raise StackError(
+            f"{stack.source}: [cache] names page stores, which vLLM uses through a connector; start it with {FLAG}, or "
+            "remove disk and stores"
+        )

@@ -1,4 +1,4 @@
-"""Check that vLLM can use the page stores of the stack, and make them."""
+"""Make the page stores of the stack, if vLLM can use them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ from typing import Any
 import attrs
 from kvframe_stores import choose_secret
 
-from kvframe import Stack, make_page_stores
+from kvframe import make_page_stores
 from kvframe.contract import BackendError, PageStore, StackError
 from kvframe_vllm.adapter.cache import HostedSpec
 from kvframe_vllm.attach import attached
 from kvframe_vllm.names import check_connector
-
-FLAG = (
-    """--kv-transfer-config '{"kv_connector": "KVFrameConnector", """
-    """"kv_connector_module_path": "kvframe_vllm.connector", "kv_role": "kv_both"}'"""
-)
-"""What starts vLLM with the connector."""
 
 _SAFE_HASHES = ("sha256", "sha256_cbor")
 
@@ -77,15 +71,6 @@ def make_transfer(vllm_config: Any, kv_cache_config: Any) -> Transfer:
     groups = [_spec_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     layers = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
     return Transfer(stores, choose_secret(stack, stores), groups, layers)
-
-
-def check_stores_are_used(stack: Stack, vllm_config: Any) -> None:
-    """Raise if the stack names page stores and vLLM was started without a connector."""
-    if stack.page_stores and vllm_config.kv_transfer_config is None:
-        raise StackError(
-            f"{stack.source}: [cache] names page stores, which vLLM uses through a connector; start it with {FLAG}, or "
-            "remove disk and stores"
-        )
 
 
 def _spec_of(spec: Any) -> HostedSpec:
