@@ -53,7 +53,6 @@ _OF_PLUGINS: Mapping[str, tuple[str, ...]] = {
     "Page stores": ("page_store", "sizes"),
     "Model descriptions": ("description",),
     "Model adapters": ("model",),
-    "Text of tokens": ("decoding",),
     "Errors": ("errors",),
 }
 """The names of ``kvframe.contract``, by modules that define them."""

@@ -12,7 +12,6 @@ from .choice import ChoiceSpec as ChoiceSpec
 from .choice import ChosenPlaces as ChosenPlaces
 from .choice import ChosenTokens as ChosenTokens
 from .choice import find_chosen as find_chosen
-from .decoding import decode_by_windows as decode_by_windows
 from .description import LayerDescription as LayerDescription
 from .description import ModelDescription as ModelDescription
 from .description import ModelShare as ModelShare
@@ -52,7 +51,6 @@ from .masks import AttentionMask as AttentionMask
 from .masks import MaskFunction as MaskFunction
 from .merging import lse_dtype as lse_dtype
 from .merging import merge_attention as merge_attention
-from .metadata import NUM_PROMPT_TOKENS as NUM_PROMPT_TOKENS
 from .metadata import RANGE_ENDS as RANGE_ENDS
 from .metadata import SEQ_STARTS as SEQ_STARTS
 from .metadata import Axis as Axis
@@ -93,7 +91,6 @@ from .specs import positive_int as positive_int
 from .state import StateRound as StateRound
 from .state import StateRun as StateRun
 from .state import StateStep as StateStep
-from .wrapper import CHANGES_MASK as CHANGES_MASK
 from .wrapper import DROPS_TOKENS as DROPS_TOKENS
 from .wrapper import VIRTUAL_REQUESTS as VIRTUAL_REQUESTS
 from .wrapper import FieldUse as FieldUse

@@ -52,10 +52,6 @@ SEQ_STARTS = "seq_starts"
 with any mask. It is at most the position of the request's first new token; if the keys are of another sequence, at
 most the length of that sequence. Only backends that declare this extension are given it."""
 
-NUM_PROMPT_TOKENS = "num_prompt_tokens"
-"""Extension ``[num_reqs], int32``, with a copy on the host: tokens of each request's prompt; what was generated follows
-them. No layer needs it, so a host may leave it out, and kvframe's own engine does."""
-
 RANGE_ENDS = "range_ends"
 """Extension ``[num_tokens], int32``, with a copy on the host: for each new token, the token after the last one of the
 range of its prompt that it lies in, or 0. It sees the later tokens of its range, beside those that the mask shows. A

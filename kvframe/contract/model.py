@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
-from kvframe.contract.decoding import decode_by_windows
 from kvframe.contract.description import ModelDescription, ModelShare, Pooling
 from kvframe.contract.errors import ModelError, RequestError
 from kvframe.contract.growth import Growing
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from kvframe.contract.choice import ChosenTokens
     from kvframe.contract.entries import EntryStep
     from kvframe.contract.state import StateStep
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""Stands for an incomplete character in decoded text."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -380,17 +383,38 @@ class LoadedModel(Growing, ABC):
         generated tokens complete it, and to the prompt if they do not. It is the same text however the tokens are
         divided into calls. How it differs for tokens that are no valid text is up to the model.
 
-        The default decodes new tokens by ``decode`` together with a few before them (``decode_by_windows``).
+        The default decodes all tokens in each call, so a long answer takes time quadratic in its length.
 
         Args:
             token_ids: The prompt.
             special_tokens: Whether special tokens have a text, as in ``decode_with_special_tokens``.
         """
         decode = self.decode_with_special_tokens if special_tokens else self.decode
-        return decode_by_windows(lambda window: decode(window) or "", token_ids)
+        return _decode_again(lambda token_ids: decode(token_ids) or "", token_ids)
 
     def _no_tokenizer(self) -> Exception:
         return ModelError(f"{self.description.name} has no tokenizer; give token ids instead of text")
+
+
+def _decode_again(
+    decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]
+) -> Callable[[Sequence[int], bool], str]:
+    """Return a function that decodes the prompt and all tokens so far, and returns what is new at the end."""
+    tokens, prompt, num_shown = [*token_ids], decode(token_ids), -1
+
+    def decode_next(new_tokens: Sequence[int], final: bool) -> str:
+        nonlocal num_shown
+        tokens.extend(new_tokens)
+        text = decode(tokens)
+        text = text if final else text.rstrip(_INCOMPLETE)
+        if num_shown < 0:
+            if not final and len(text) <= len(prompt.rstrip(_INCOMPLETE)):
+                return ""  # the tokens may complete the last character of the prompt
+            num_shown = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, text, strict=False)))
+        start, num_shown = num_shown, max(num_shown, len(text))
+        return text[start:]
+
+    return decode_next
 
 
 class PredictionHeads(LoadedModel, Growing):

@@ -27,11 +27,6 @@ DROPS_TOKENS = "drops_tokens"
 VIRTUAL_REQUESTS = "virtual_requests"
 """The effect of a wrapper that splits a request into several rows."""
 
-CHANGES_MASK = "changes_mask"
-"""The effect of a wrapper that changes which tokens a query attends to. After it, a query attends to the tokens that
-the mask of ``wrapped_layer`` allows, over the rows of the batch as they were. Any other wrapper leaves each query's
-tokens as they were."""
-
 
 class FieldUse(StrEnum):
     """What a wrapper does with a field or an extension of the metadata."""
@@ -117,8 +112,8 @@ class MetadataWrapper(Growing, ABC):
     """What it does with each extension. One that is not listed is left out if it is optional; otherwise the step is
     refused."""
     effects: ClassVar[frozenset[str]] = frozenset()
-    """Its effects on a batch, which other wrappers of a chain may name: ``DROPS_TOKENS``, ``VIRTUAL_REQUESTS``,
-    ``CHANGES_MASK``, or names of its own."""
+    """Its effects on a batch, which other wrappers of a chain may name: ``DROPS_TOKENS``, ``VIRTUAL_REQUESTS``, or
+    names of its own. No wrapper changes which tokens a query attends to."""
     not_after: ClassVar[frozenset[str]] = frozenset()
     """Wrappers, or effects, that must not come before it in a chain."""
     capture: ClassVar[GraphCapture] = GraphCapture.NEVER

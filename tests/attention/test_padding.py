@@ -15,7 +15,7 @@ from kvframe_testing.metadata import find_problem, make_metadata
 
 from kvframe.attention.padding import pad_metadata
 from kvframe.contract.errors import BatchError
-from kvframe.contract.metadata import NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
 
 SIZES = {"num_reqs": 4, "num_tokens": 8, "num_generating": 3, "max_query_len": 6}
 
@@ -55,12 +55,12 @@ def test_extensions_are_padded_along_their_axis() -> None:
         return Extension(torch.tensor(values), axis, torch.tensor(values))
 
     extensions = {
-        NUM_PROMPT_TOKENS: extension(Axis.REQUEST, [1, 2]),
+        "lengths": extension(Axis.REQUEST, [1, 2]),
         "of_tokens": Extension(torch.tensor([1, 2, 3, 4]), Axis.TOKEN),
         "of_the_step": extension(Axis.STEP, [7, 7, 7]),
     }
     padded = pad_metadata(attrs.evolve(step(), extensions=extensions), **SIZES).extensions
-    of_requests, of_tokens = padded[NUM_PROMPT_TOKENS], padded["of_tokens"]
+    of_requests, of_tokens = padded["lengths"], padded["of_tokens"]
     assert of_requests.values_cpu is not None
     assert [1, 2, 0, 0] == of_requests.values.tolist() == of_requests.values_cpu.tolist()
     assert ([1, 2, 3, 4, 0, 0, 0, 0], None) == (of_tokens.values.tolist(), of_tokens.values_cpu)

@@ -13,7 +13,7 @@ from kvframe_testing.metadata import make_metadata
 from kvframe.attention.wrapping import apply_wrapper
 from kvframe.contract.errors import WrapperError
 from kvframe.contract.hookspecs import API_VERSION
-from kvframe.contract.metadata import NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.wrapper import FIRST_FIELDS, FieldUse, MetadataWrapper, field_uses
 
 
@@ -26,7 +26,7 @@ class FirstRequest(MetadataWrapper):
         reset=("num_reqs", "query_start_loc", "query_start_loc_cpu", "num_actual_tokens"),
         slice=("seq_lens", "seq_lens_cpu", "block_table", "slot_mapping"),
     )
-    extensions: ClassVar = {NUM_PROMPT_TOKENS: FieldUse.SLICE}
+    extensions: ClassVar = {"lengths": FieldUse.SLICE}
 
     def __call__(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
         return self.evolve(metadata, **self.given(metadata))
@@ -47,7 +47,7 @@ class FirstRequest(MetadataWrapper):
 def step() -> CommonAttentionMetadata:
     step = make_metadata([Request(5, 1), Request(3, 1, 0)], block_size=2)
     told = torch.tensor([7, 8], dtype=torch.int32)
-    return attrs.evolve(step, extensions={NUM_PROMPT_TOKENS: Extension(told, Axis.REQUEST, told)})
+    return attrs.evolve(step, extensions={"lengths": Extension(told, Axis.REQUEST, told)})
 
 
 def test_what_is_not_named_is_carried() -> None:
@@ -93,7 +93,7 @@ def test_metadata_is_made_as_it_is_declared(step: CommonAttentionMetadata) -> No
     assert step.block_table[:1].tolist() == made.block_table.tolist()
     assert step.slot_mapping[:1].tolist() == made.slot_mapping.tolist()
     assert step.generating_indices is made.generating_indices
-    told = made.extensions[NUM_PROMPT_TOKENS]
+    told = made.extensions["lengths"]
     assert told.values_cpu is not None
     assert [7] == told.values.tolist() == told.values_cpu.tolist()
 
@@ -130,8 +130,8 @@ def test_an_unknown_extension_is_left_out_if_it_is_optional(optional: bool, step
     later = Extension(torch.zeros(2), Axis.REQUEST, optional=optional)
     batch = attrs.evolve(step, extensions={**step.extensions, "later": later})
     if optional:
-        assert {NUM_PROMPT_TOKENS} == {*apply_wrapper(FirstRequest(), batch).extensions}
-        assert {NUM_PROMPT_TOKENS, "later"} == {*batch.extensions}
+        assert {"lengths"} == {*apply_wrapper(FirstRequest(), batch).extensions}
+        assert {"lengths", "later"} == {*batch.extensions}
         return
     with pytest.raises(WrapperError, match="does not know the extension 'later'") as caught:
         apply_wrapper(FirstRequest(), batch)
@@ -139,6 +139,6 @@ def test_an_unknown_extension_is_left_out_if_it_is_optional(optional: bool, step
 
 
 def test_a_sliced_extension_stays_optional(step: CommonAttentionMetadata) -> None:
-    told = attrs.evolve(step.extensions[NUM_PROMPT_TOKENS], optional=True)
-    made = apply_wrapper(FirstRequest(), attrs.evolve(step, extensions={NUM_PROMPT_TOKENS: told}))
-    assert made.extensions[NUM_PROMPT_TOKENS].optional
+    told = attrs.evolve(step.extensions["lengths"], optional=True)
+    made = apply_wrapper(FirstRequest(), attrs.evolve(step, extensions={"lengths": told}))
+    assert made.extensions["lengths"].optional

@@ -15,7 +15,7 @@ from kvframe_engine.requests.request import SamplingParams
 
 from kvframe import Engine, RequestOutput, Step
 from kvframe.attention.batch_metadata import StepBatch
-from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.metadata import NO_EXTENSIONS, Axis, CommonAttentionMetadata, Extension
 from tests.covering import keep
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, Tokens, held_pages
@@ -227,12 +227,12 @@ def test_further_inputs_of_a_step_reach_the_batch(model: TinyModel) -> None:
     seen: list[list[int]] = []
 
     def policy(batch: StepBatch) -> bool:
-        seen.append(batch.extensions[NUM_PROMPT_TOKENS].values.tolist())
+        seen.append(batch.extensions["lengths"].values.tolist())
         return True
 
-    lens = Extension(values=torch.tensor([0, 2], dtype=torch.int32), axis=Axis.REQUEST)
+    lens = Extension(values=torch.tensor([0, 2], dtype=torch.int32), axis=Axis.REQUEST, optional=True)
     with Rows.serve(model, policy) as rows:
-        rows.run([(3, 0, 40), (5, 0, 20)], [59], {NUM_PROMPT_TOKENS: lens})
+        rows.run([(3, 0, 40), (5, 0, 20)], [59], {"lengths": lens})
     assert [[0, 2]] == seen
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from kvframe_engine.requests.stops import NO_STOPS, StopStrings
 from kvframe_engine.requests.text import TextStream
-
-from kvframe.contract import decode_by_windows
+from kvframe_transformers.windows import decode_by_windows
 
 
 def bytes_stream(token_ids: Sequence[int]) -> Callable[[Sequence[int], bool], str]:

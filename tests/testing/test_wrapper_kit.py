@@ -19,7 +19,6 @@ from kvframe_testing.writes import WriteGuard
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import WrapperError
 from kvframe.contract.metadata import (
-    NUM_PROMPT_TOKENS,
     Axis,
     CommonAttentionMetadata,
     Extension,
@@ -40,7 +39,7 @@ class Nothing(MetadataWrapper):
     fields: ClassVar[Mapping[str, FieldUse]] = CARRIED
     extensions: ClassVar[Mapping[str, FieldUse]] = {
         "notes": FieldUse.CARRY,
-        NUM_PROMPT_TOKENS: FieldUse.RESET,
+        "lengths": FieldUse.RESET,
         "labels": FieldUse.SLICE,
     }
     capture: ClassVar[GraphCapture] = GraphCapture.ALWAYS
@@ -165,7 +164,7 @@ MISTAKES = {
     ),
     "an extension that it declares to reset": (
         doing(lambda metadata: {"extensions": metadata.extensions}),
-        "declares to reset the extension 'num_prompt_tokens' and returns it unchanged",
+        "declares to reset the extension 'lengths' and returns it unchanged",
     ),
     "shapes that follow from the batch": (
         doing(narrow_table, fields=resetting("block_table", "max_seq_len")),

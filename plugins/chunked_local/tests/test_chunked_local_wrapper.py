@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvframe import FullAttentionSpec
 from kvframe.contract import (
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
     Axis,
@@ -245,12 +244,10 @@ def test_256_requests_with_prompts_at_a_graphs_sizes_are_one_copy_of_at_most_4_k
 
 
 def test_runs_past_the_end_of_the_table_need_nothing_of_the_device(make_batch: MakeBatch) -> None:
-    told = Extension(torch.zeros(3, dtype=torch.int32, device="meta"), Axis.REQUEST)
-    batch = attrs.evolve(on_device(make_batch([4, 10, 5], [6, 12, 13])), extensions={NUM_PROMPT_TOKENS: told})
+    batch = on_device(make_batch([4, 10, 5], [6, 12, 13]))
     with CopiesToDevice() as copies:
-        virtual = apply_wrapper(ChunkedLocal(chunk=4), batch)
+        apply_wrapper(ChunkedLocal(chunk=4), batch)
     assert 1 == len(copies.num_bytes)
-    assert (virtual.num_reqs,) == virtual.extensions[NUM_PROMPT_TOKENS].values.shape
 
 
 class TestChunkedLocal(WrapperTests):
@@ -261,22 +258,6 @@ class TestChunkedLocal(WrapperTests):
 
 
 # --- extensions and fields --------------------------------------------------------------------------------------------
-
-
-def test_each_virtual_request_is_told_what_its_request_is_told(reference: CommonAttentionMetadata) -> None:
-    host = torch.tensor([7, 8, 9], dtype=torch.int32)
-    batch = attrs.evolve(reference, extensions={NUM_PROMPT_TOKENS: Extension(host.clone(), Axis.REQUEST, host)})
-    virtual = apply_wrapper(ChunkedLocal(chunk=4), batch).extensions[NUM_PROMPT_TOKENS]
-    assert [7, 7, 8, 8, 8, 8, 9, 9] == virtual.values.tolist()
-    assert virtual.values_cpu is not None
-    assert virtual.values.tolist() == virtual.values_cpu.tolist()
-
-
-def test_extensions_pass_beside_the_one_that_it_adds(make_batch: MakeBatch) -> None:
-    told = Extension(torch.tensor([7], dtype=torch.int32), Axis.REQUEST)
-    batch = attrs.evolve(make_batch([1], [8]), extensions={NUM_PROMPT_TOKENS: told})
-    virtual = apply_wrapper(ChunkedLocal(chunk=3), batch)
-    assert {NUM_PROMPT_TOKENS, SEQ_STARTS} == set(virtual.extensions)
 
 
 def test_a_bidirectional_step_is_refused(reference: CommonAttentionMetadata) -> None:

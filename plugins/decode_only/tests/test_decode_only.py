@@ -17,7 +17,6 @@ from kvframe_testing.suites import WrapperTests
 
 from kvframe import FullAttentionSpec
 from kvframe.contract import (
-    NUM_PROMPT_TOKENS,
     SEQ_STARTS,
     Axis,
     CommonAttentionMetadata,
@@ -149,8 +148,7 @@ def test_in_a_graph_no_request_is_taken_to_have_more_tokens_than_there_are_rows(
 
 
 def test_what_counts_requests_is_handed_on() -> None:
-    names = (NUM_PROMPT_TOKENS, SEQ_STARTS)
-    extensions = {name: Extension(torch.tensor([1, 2, 3], dtype=torch.int32), Axis.REQUEST) for name in names}
+    extensions = {SEQ_STARTS: Extension(torch.tensor([1, 2, 3], dtype=torch.int32), Axis.REQUEST)}
     kept = apply_wrapper(DecodeOnly(), attrs.evolve(worked_example(), extensions=extensions))
     assert extensions == kept.extensions
 

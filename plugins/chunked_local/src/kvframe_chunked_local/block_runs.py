@@ -24,10 +24,6 @@ class BlockRuns:
         """Return the offsets of the runs that begin at these blocks of these requests."""
         return requests * self._table.shape[1] + first_blocks
 
-    def requests(self, starts: torch.Tensor) -> torch.Tensor:
-        """Return the requests of the runs at these offsets."""
-        return starts.div(self._table.shape[1], rounding_mode="floor")
-
     def select(self, starts: torch.Tensor, starts_cpu: IntArray, num_columns: int) -> torch.Tensor:
         """Return runs; a run that exceeds its row continues with other ids of the table.
 

@@ -13,7 +13,6 @@ import torch
 from torch.nn.functional import pad
 
 from kvframe.contract import (
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
     VIRTUAL_REQUESTS,
@@ -64,9 +63,7 @@ class ChunkedLocal(MetadataWrapper):
         slice=("block_table",),
         reject=("causal", "exact_lens"),
     )
-    # The length of a prompt describes the original request, so each of its virtual requests gets the same value.
     extensions: ClassVar[Mapping[str, FieldUse]] = {
-        NUM_PROMPT_TOKENS: FieldUse.SLICE,
         RANGE_ENDS: FieldUse.SLICE,
         SEQ_STARTS: FieldUse.REJECT,
     }
@@ -154,14 +151,8 @@ class ChunkedLocal(MetadataWrapper):
             arrays[RANGE_ENDS] = _from_first_blocks(range_ends, virtual.query_start_loc, first_blocks * block_size)
         host, device = _upload(arrays, metadata.block_table.device, num_reqs - len(starts))
 
-        requests = requests_cpu = None
-        if is_split and metadata.extensions:
-            requests, requests_cpu = runs.requests(device["starts"]), runs.requests(host["starts"])
-        extensions = self.pass_extensions(metadata, requests=requests, requests_cpu=requests_cpu)
         axes = {SEQ_STARTS: Axis.REQUEST, RANGE_ENDS: Axis.TOKEN}
-        made = {name: Extension(device[name], axes[name], host[name]) for name in axes if name in host}
-        if made:
-            extensions = MappingProxyType({**extensions, **made})
+        extensions = {name: Extension(device[name], axes[name], host[name]) for name in axes if name in host}
         return self.evolve(
             metadata,
             query_start_loc=device.get("query_start_loc", metadata.query_start_loc),
@@ -172,7 +163,7 @@ class ChunkedLocal(MetadataWrapper):
             max_query_len=min(metadata.max_query_len, chunk) if is_static else virtual.max_query_len,
             max_seq_len=min(metadata.max_seq_len, longest),
             block_table=runs.select(device["starts"], starts, num_blocks),
-            extensions=extensions,
+            extensions=MappingProxyType(extensions),
         )
 
 

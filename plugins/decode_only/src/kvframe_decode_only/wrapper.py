@@ -11,7 +11,6 @@ import torch
 
 from kvframe.contract import (
     DROPS_TOKENS,
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
     VIRTUAL_REQUESTS,
@@ -45,7 +44,6 @@ class DecodeOnly(MetadataWrapper):
     )
     extensions: ClassVar[Mapping[str, FieldUse]] = {
         SEQ_STARTS: FieldUse.CARRY,
-        NUM_PROMPT_TOKENS: FieldUse.CARRY,
         RANGE_ENDS: FieldUse.SLICE,
     }
     effects: ClassVar[frozenset[str]] = frozenset({DROPS_TOKENS})

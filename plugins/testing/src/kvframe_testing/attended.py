@@ -9,13 +9,12 @@ import attrs
 import torch
 
 from kvframe.contract.metadata import (
-    NO_EXTENSIONS,
     RANGE_ENDS,
     SEQ_STARTS,
     CommonAttentionMetadata,
 )
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
-from kvframe.contract.wrapper import CHANGES_MASK, DROPS_TOKENS, FieldUse, MetadataWrapper
+from kvframe.contract.wrapper import DROPS_TOKENS, FieldUse, MetadataWrapper
 from kvframe_testing.reference import visible_tokens
 
 
@@ -24,9 +23,8 @@ def find_difference(
 ) -> str:
     """Return one sentence that says how a wrapper's result changes attention; empty if it does not change it.
 
-    For a wrapper that drops tokens, the generating tokens are compared. For a wrapper that changes the mask, attention
-    after it is compared with the mask of ``wrapped_layer`` over the original batch. If the wrapper resets ``causal``,
-    the original batch is taken with the wrapper's value.
+    For a wrapper that drops tokens, the generating tokens are compared. If the wrapper resets ``causal``, the original
+    batch is taken with the wrapper's value.
     """
     kept_tokens, drops = [*range(metadata.num_actual_tokens)], DROPS_TOKENS in wrapper.effects
     if drops and metadata.generating_indices_cpu is not None:
@@ -34,11 +32,12 @@ def find_difference(
     if result.num_actual_tokens != len(kept_tokens):
         condition = "generate" if drops else "go in, and it does not declare that it drops tokens"
         return f"{result.num_actual_tokens} tokens come out where {len(kept_tokens)} {condition}"
-    spec_after = wrapper.wrapped_layer(layer).spec
-    spec_before = spec_after if CHANGES_MASK in wrapper.effects else layer.spec
+    spec_before, spec_after = layer.spec, wrapper.wrapped_layer(layer).spec
     if spec_before is None or spec_after is None:
         return ""
-    slots_before = attended_slots(_as_declared(wrapper, layer, metadata, result), spec_before)
+    is_reset = wrapper.fields["causal"] is FieldUse.RESET
+    declared = attrs.evolve(metadata, causal=result.causal) if is_reset else metadata
+    slots_before = attended_slots(declared, spec_before)
     slots_after = attended_slots(result, spec_after)
     slots, new_slots = metadata.slot_mapping.tolist(), result.slot_mapping.tolist()
     for row, token in enumerate(kept_tokens):
@@ -73,15 +72,3 @@ def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list
         slot_of = torch.where(in_table, block_of * metadata.block_size + positions % metadata.block_size, -1)
         slots += [{*slot_of[row].tolist()} for row in visible]
     return slots
-
-
-def _as_declared(
-    wrapper: MetadataWrapper, layer: LayerSpec, metadata: CommonAttentionMetadata, result: CommonAttentionMetadata
-) -> CommonAttentionMetadata:
-    """Return the original batch with the values that the wrapper declares to reset."""
-    if wrapper.fields["causal"] is FieldUse.RESET:
-        metadata = attrs.evolve(metadata, causal=result.causal)
-    if CHANGES_MASK in wrapper.effects and SEQ_STARTS in wrapper.added_extensions(layer):
-        extensions = {name: extension for name, extension in result.extensions.items() if name == SEQ_STARTS}
-        metadata = attrs.evolve(metadata, extensions=extensions or NO_EXTENSIONS)
-    return metadata

@@ -11,7 +11,6 @@ import torch
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.slots import Slots
 from kvframe.contract.specs import RELATIVE_BIAS, KVCacheSpec, LayerSpec, QuerySpec
-from kvframe.contract.wrapper import CHANGES_MASK
 from kvframe.selection.choice import WrapperChain
 from kvframe_testing.state import KEYS_AND_VALUES, StateForm
 
@@ -91,17 +90,6 @@ class Case:
         """The layer's cache spec."""
         assert self.layer.spec is not None
         return self.layer.spec
-
-    @property
-    def attended_spec(self) -> KVCacheSpec:
-        """The spec of the mask: the layer's own, or that of the last wrapper that changes masks."""
-        layer, spec = self.layer, self.spec
-        for wrapper in self.wrappers:
-            bound = wrapper.for_layer(layer)
-            layer = bound.wrapped_layer(layer)
-            if CHANGES_MASK in bound.effects and layer.spec is not None:
-                spec = layer.spec
-        return spec
 
     @property
     def query(self) -> QuerySpec:

@@ -186,7 +186,7 @@ def dense_arguments(
     case: Case, inputs: Sequence[Inputs], learned: Learned
 ) -> Iterator[tuple[dict[str, Any], tuple[torch.Tensor, torch.Tensor]]]:
     """Yield each request's arguments of ``dense_attention``, in float64, and the magnitudes for the error bound."""
-    spec = case.attended_spec
+    spec = case.spec
     learned = learned.to(torch.float64)
     sizes = {name: tensor.abs() for name, tensor in learned.parameters.items()}
     for index, (request, tensors) in enumerate(zip(case.requests, inputs, strict=True)):

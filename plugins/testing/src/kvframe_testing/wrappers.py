@@ -23,7 +23,6 @@ from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import WrapperError
 from kvframe.contract.metadata import (
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
     Axis,
@@ -58,7 +57,6 @@ from kvframe_testing.writes import num_writes
 
 _AXES = {
     SEQ_STARTS: Axis.REQUEST,
-    NUM_PROMPT_TOKENS: Axis.REQUEST,
     RANGE_ENDS: Axis.TOKEN,
 }
 _FIELDS = tuple(field.name for field in attrs.fields(CommonAttentionMetadata) if field.name != "extensions")
@@ -150,8 +148,6 @@ def _extend(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata, axis: A
         host = torch.arange(sizes[along], dtype=torch.int32) % 2
         if name == SEQ_STARTS:
             host = torch.minimum(host, metadata.seq_lens_cpu - metadata.query_start_loc_cpu.diff()).clamp_(min=0)
-        if name == NUM_PROMPT_TOKENS:
-            host += 1
         if name == RANGE_ENDS:
             host = _make_range_ends(metadata)
         return Extension(host.clone(), along, host)

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PythonBackend, SentencePieceBackend, TokenizersBackend
 
-from kvframe.contract import decode_by_windows
 from kvframe_transformers.cleaning import CleanedText
 from kvframe_transformers.token_texts import TokenTextDecoder, num_equal, token_texts_of
+from kvframe_transformers.windows import decode_by_windows
 
 
 def decode_as_they_come(

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from kvframe.contract import (
-    NUM_PROMPT_TOKENS,
     CommonAttentionMetadata,
     FieldUse,
     MetadataWrapper,
@@ -45,7 +44,7 @@ class FrozenWrapper(MetadataWrapper):
         "static_shapes": FieldUse.REJECT,
     }
     extensions: ClassVar[Mapping[str, FieldUse]] = {
-        NUM_PROMPT_TOKENS: FieldUse.SLICE,
+        "lengths": FieldUse.SLICE,
     }
 
     def __call__(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from kvframe.contract import decode_by_windows
+from kvframe_transformers.windows import decode_by_windows
 
 Decode = Callable[[Sequence[int]], str]
 
