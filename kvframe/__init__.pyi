@@ -21,7 +21,7 @@ from .cache.hints import Hints as Hints
 from .cache.input_index import InputSequence as InputSequence
 from .cache.layout import CacheLayout as CacheLayout
 from .cache.layout import GroupLayout as GroupLayout
-from .cache.layout import Need as Need
+from .cache.live_range import Need as Need
 from .cache.manager import KVCacheManager as KVCacheManager
 from .cache.prefix_lookup import Pin as Pin
 from .cache.stats import FoundPrefix as FoundPrefix

@@ -67,23 +67,21 @@ class BlockAllocator:
         kinds: GroupKinds,
         numbers: RowNumbers,
         pool: BlockPool,
-        row_pages: Sequence[BlockIds] | None,
+        row_pages: Sequence[BlockIds],
     ) -> None:
         self._kinds, self._numbers, self._pool = kinds, numbers, pool
         self._tables, self._max_tokens = kinds.tables, kinds.plan.max_model_len
         sparse = {group.index: group.answers for group in kinds.sparse}
 
         def part_of(stack: TableStack, first_group: int, last_group: int) -> _Part:
-            pages = None
-            if row_pages is not None and stack in kinds.stacks:
-                pages = row_pages[kinds.stacks.index(stack)]
+            pages = row_pages[kinds.stacks.index(stack)] if stack in kinds.stacks else stack.ids
             groups = slice(first_group, last_group + 1)
             indices = slice(stack.groups.index(first_group), stack.groups.index(last_group) + 1)
             return _Part(
                 groups=groups,
                 block_size=stack.block_size,
                 ids=stack.ids[indices],
-                row_pages=None if pages is None or pages is stack.ids else pages[indices],
+                row_pages=None if pages is stack.ids else pages[indices],
                 num_blocks=numbers.num_blocks[groups],
                 answers=sparse.get(first_group),
             )

@@ -48,12 +48,11 @@ class KVCacheCoordinator:
         blocks_moved: Per group, the pages that were filled with the tokens that rows kept of their prompts.
     """
 
-    def __init__(self, kinds: GroupKinds, numbers: RowNumbers, pool: BlockPool, publisher: Publisher | None) -> None:
-        """Start with every row free; nothing is published without a publisher."""
+    def __init__(self, kinds: GroupKinds, numbers: RowNumbers, pool: BlockPool, publisher: Publisher) -> None:
+        """Start with every row free; rows that the publisher does not follow publish nothing."""
         self._kinds, self._numbers, self._pool, self._publisher = kinds, numbers, pool, publisher
         self._tables, self._max_tokens = kinds.tables, kinds.plan.max_model_len
-        row_pages = None if publisher is None else publisher.row_pages
-        self.allocator = BlockAllocator(kinds, numbers, pool, row_pages)
+        self.allocator = BlockAllocator(kinds, numbers, pool, publisher.row_pages)
         # The table stacks in which blocks die, by their number.
         self._dying: list[tuple[int, TableStack, DeathLists]] = []
         for s, stack in enumerate(kinds.stacks):
@@ -109,8 +108,7 @@ class KVCacheCoordinator:
 
         if not self.fill_row(new_row, num_computed, state, full_pages, other_blocks, copy):
             return False
-        if self._publisher is not None:
-            self._publisher.follow_fork(row, new_row)
+        self._publisher.follow_fork(row, new_row)
         self.allocator.note_capacity(np.array([new_row]))
         return True
 
@@ -198,7 +196,7 @@ class KVCacheCoordinator:
         """Record that a row's tokens ``[0, num_computed)`` are computed; publish full blocks, release dead ones."""
         numbers = self._numbers
         num_before, numbers.num_computed[row] = numbers.num_computed.item(row), num_computed
-        if num_computed >= numbers.next_publication.item(row) and self._publisher is not None:
+        if num_computed >= numbers.next_publication.item(row):
             self._publisher.publish_row(row)
         if num_computed >= numbers.next_death.item(row):
             self._release_dead(np.array([row]), np.array([num_before]), np.array([num_computed]))
@@ -211,9 +209,8 @@ class KVCacheCoordinator:
         (has_dead,) = (num_computed >= numbers.next_death[rows]).nonzero()
         num_before = numbers.num_computed[rows[has_dead]]
         numbers.num_computed[rows] = num_computed
-        if self._publisher is not None:
-            for row in rows[num_computed >= numbers.next_publication[rows]].tolist():
-                self._publisher.publish_row(row)
+        for row in rows[num_computed >= numbers.next_publication[rows]].tolist():
+            self._publisher.publish_row(row)
         if len(has_dead):
             self._release_dead(rows[has_dead], num_before, num_computed[has_dead])
         for group in () if keeps_extended else self._kinds.sparse:
@@ -283,10 +280,7 @@ class KVCacheCoordinator:
             group_indices = of_groups(group_indices, is_held)
         stack.flat[at] = 0
         groups = stack.groups[group_indices] if isinstance(group_indices, int) else stack.index[group_indices]
-        if self._publisher is not None:
-            self._publisher.release_passed(s, group_indices, rows, blocks, at, ids, groups)
-        else:
-            self._pool.release_blocks(ids, groups)
+        self._publisher.release_passed(s, group_indices, rows, blocks, at, ids, groups)
 
     def _release_refused_of(self, row: int, num_computed: int) -> None:
         """Release a row's blocks after its computed tokens in groups that store few: the next step stores others."""
@@ -295,8 +289,7 @@ class KVCacheCoordinator:
             start, stop = -(-num_computed // group.block_size), self._numbers.num_blocks.item(group.index, row)
             if start < stop:
                 self._release_resident(self._tables[group.index].ids[row, start:stop], group.index)
-                if self._publisher is not None:
-                    self._publisher.forget_refused(row, group.index, start, stop)
+                self._publisher.forget_refused(row, group.index, start, stop)
                 self._numbers.num_blocks[group.index, row] = start
                 has_released = True
         if has_released:
@@ -339,8 +332,7 @@ class KVCacheCoordinator:
         except BaseException:
             self._pool.release_blocks(new_pages, np.repeat(np.arange(len(counts)), counts))
             raise
-        if self._publisher is not None:
-            self._publisher.unfollow(row)
+        self._publisher.unfollow(row)
         for group, (start, stop) in blocks.items():
             ids = self._tables[group].ids[row, :stop]
             self._release_resident(ids[::-1], group)
@@ -357,8 +349,7 @@ class KVCacheCoordinator:
         if self._lone is not None:
             self._free_lone(self._lone, row)
             return
-        if self._publisher is not None:
-            self._publisher.unfollow(row)
+        self._publisher.unfollow(row)
         self._release_row(row)
 
     def _release_row(self, row: int) -> None:
@@ -373,8 +364,7 @@ class KVCacheCoordinator:
                 self._release_resident(stack.ids[:, row, :count][:, ::-1].T, groups)
                 for group in stack.groups:
                     numbers.num_blocks[group, row] = 0
-        if self._publisher is not None:
-            self._publisher.forget_pages(row, 0, num_tokens)
+        self._publisher.forget_pages(row, 0, num_tokens)
         numbers.num_computed[row] = numbers.capacity[row] = 0
         numbers.next_death[row] = self._first_death
         for group in numbers.states[row].first_tokens:
@@ -385,12 +375,9 @@ class KVCacheCoordinator:
         """Release every block of a row in the only group, where rows have no gaps."""
         numbers = self._numbers
         ids = table.ids[row, : numbers.num_blocks.item(0, row)]
-        if self._publisher is None:
-            self._pool.release_blocks(ids, 0)
-        else:
-            num_released = self._publisher.unfollow(row, ids)
-            if len(ids) > num_released:
-                self._pool.release_blocks(ids[num_released:][::-1], 0)
+        num_released = self._publisher.unfollow(row, ids)
+        if len(ids) > num_released:
+            self._pool.release_blocks(ids[num_released:][::-1], 0)
         ids.fill(0)
         numbers.num_blocks[0, row] = numbers.num_computed[row] = numbers.capacity[row] = 0
         numbers.states[row] = NO_REQUEST

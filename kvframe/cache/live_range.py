@@ -26,6 +26,66 @@ Pages = npt.NDArray[np.int32]
 NEVER = sys.maxsize
 """A position that no request reaches."""
 
+DeathRun = tuple[int, int, int]
+"""Blocks in a row, ``(count, death, step)``: the first is needed at ``n < death``, each next one ``step`` longer."""
+
+
+@attrs.frozen(kw_only=True)
+class Need:
+    """The tokens that a request needs to continue after ``n`` tokens, and so the blocks that contain one of them.
+
+    Without a value in any field, it needs all tokens.
+
+    Attributes:
+        last: The last so many tokens before ``n``: of a window all but one, of a state 1. None for another form.
+        chunk: The tokens since the last multiple of so many. None for another form.
+        first: The first so many tokens too, whatever ``n`` is.
+        deaths: If no other form is exact, when each block is needed no longer, from the first block on. A death of 0
+            stands for never.
+    """
+
+    last: int | None = None
+    chunk: int | None = None
+    first: int = 0
+    deaths: tuple[DeathRun, ...] = ()
+
+    @classmethod
+    def of_mask(cls, mask: AttentionMask) -> Need:
+        """Return what hits need if the live tokens are those that a mask shows."""
+        return cls(last=mask.window - 1 if mask.window else None, chunk=mask.chunk, first=mask.num_sink_tokens)
+
+    @classmethod
+    def of(cls, live: LiveRange, max_tokens: int) -> Need:
+        """Return what hits of up to ``max_tokens`` tokens need in a group whose blocks die as ``live`` says."""
+        (dying,) = np.nonzero(live.deaths != NEVER)
+        if not len(dying):
+            return cls()
+        size, block = live.block_size, int(dying[0])
+        age = int(live.deaths[block]) - (block + 1) * size
+        chunk = int(np.gcd.reduce(live.deaths[dying]))
+        for need in (cls(last=age, first=block * size), cls(chunk=chunk, first=block * size)):
+            if np.array_equal(need.live(size, max_tokens).deaths, live.deaths):
+                return need
+        return cls(deaths=_runs_of(np.where(live.deaths == NEVER, 0, live.deaths)))
+
+    def live(self, block_size: int, max_tokens: int) -> LiveRange:
+        """Return when the blocks of a group die, in requests of at most ``max_tokens`` tokens."""
+        num_blocks = -(-max_tokens // block_size)
+        blocks = np.arange(num_blocks)
+        ends = (blocks + 1) * block_size
+        deaths: Positions
+        if self.deaths:
+            deaths = np.concatenate([death + step * np.arange(count) for count, death, step in self.deaths])
+            deaths = np.where(deaths == 0, NEVER, deaths)
+        elif self.last is not None:
+            deaths = ends + self.last
+        elif self.chunk is not None:
+            deaths = -(-ends // self.chunk) * self.chunk
+        else:
+            deaths = np.full(num_blocks, NEVER)
+        is_kept = (blocks < -(-self.first // block_size)) | (deaths > max_tokens)
+        return LiveRange(block_size, np.where(is_kept, NEVER, deaths), is_by_mask=False)
+
 
 @attrs.frozen(eq=False)
 class LiveRange:
@@ -45,16 +105,12 @@ class LiveRange:
     def of(cls, answers: Answers, max_tokens: int) -> LiveRange:
         """Return when the blocks of a type with these answers die, in requests of at most ``max_tokens`` tokens."""
         size, mask = answers.block_size, answers.mask()
-        num_blocks = -(-max_tokens // size)
-        deaths = None
         if mask is not None:
-            deaths = _deaths_by_mask(mask, size, num_blocks)
-            if not all(_agrees(deaths, answers, n) for n in _samples(mask, size) if n <= max_tokens):
-                deaths = None
-        is_by_mask = deaths is not None
-        if deaths is None:
-            deaths = _deaths_by_asking(answers, num_blocks, max_tokens)
-        return cls(size, np.where(deaths > max_tokens, NEVER, deaths), is_by_mask)
+            live = Need.of_mask(mask).live(size, max_tokens)
+            if all(_agrees(live.deaths, answers, n) for n in _samples(mask, size) if n <= max_tokens):
+                return attrs.evolve(live, is_by_mask=True)
+        deaths = _deaths_by_asking(answers, -(-max_tokens // size), max_tokens)
+        return cls(size, np.where(deaths > max_tokens, NEVER, deaths), is_by_mask=False)
 
     @property
     def never_dies(self) -> bool:
@@ -162,18 +218,6 @@ def longest_common_prefix(groups: Sequence[tuple[LiveRange, Pages]], step: int, 
     return int(np.flatnonzero(num_lost == 0)[-1]) * step
 
 
-def _deaths_by_mask(mask: AttentionMask, size: int, num_blocks: int) -> Positions:
-    blocks = np.arange(num_blocks)
-    ends = (blocks + 1) * size
-    if mask.window:
-        deaths = ends + (mask.window - 1)
-    elif mask.chunk:
-        deaths = -(-ends // mask.chunk) * mask.chunk
-    else:
-        return np.full(num_blocks, NEVER)
-    return np.where(blocks < -(-mask.num_sink_tokens // size), NEVER, deaths)
-
-
 def _samples(mask: AttentionMask, size: int) -> set[int]:
     """Return positions at which a spec's live range is compared with its mask."""
     reach = max(mask.window or 0, mask.chunk or 0) + mask.num_sink_tokens + 2 * size
@@ -216,3 +260,16 @@ def _deaths_by_asking(answers: Answers, num_blocks: int, max_tokens: int) -> Pos
         else:
             age = NEVER
     return deaths
+
+
+def _runs_of(deaths: Positions) -> tuple[DeathRun, ...]:
+    """Return deaths as runs with equal steps."""
+    runs: list[DeathRun] = []
+    steps, start = np.diff(deaths), 0
+    while start < len(deaths):
+        step = int(steps[start]) if start < len(steps) else 0
+        (others,) = np.nonzero(steps[start:] != step)
+        count = int(others[0]) + 1 if len(others) else len(deaths) - start
+        runs.append((count, int(deaths[start]), step))
+        start += count
+    return tuple(runs)

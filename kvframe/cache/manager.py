@@ -122,8 +122,7 @@ class KVCacheManager:
         self._cache = PrefixCache(kinds, numbers, is_caching=self.prefix_caching, eviction=eviction)
         self._pool, self._publisher = self._cache.pool, self._cache.publisher
         self._pins = Pins(kinds, self._pool)
-        publisher = self._publisher if self.prefix_caching else None
-        self._coordinator = KVCacheCoordinator(kinds, numbers, self._pool, publisher)
+        self._coordinator = KVCacheCoordinator(kinds, numbers, self._pool, self._publisher)
         self._input_groups = kinds.input_groups
         self._kinds = kinds
         self._entries: dict[str, Entry] = {}

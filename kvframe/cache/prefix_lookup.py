@@ -84,7 +84,7 @@ class PrefixCache:
         """Start with an empty pool; a wrong answer of the eviction policy raises a ``PluginError``."""
         plan = kinds.plan
         self.tree = RadixTree(kinds.live, kinds.stacks, plan.max_model_len)
-        self.publisher = Publisher(self.tree, kinds, numbers)
+        self.publisher = Publisher(self.tree, kinds, numbers, is_caching=is_caching)
         self._input_groups = kinds.input_groups
         on_evicted = self._remove_evicted if kinds.input_groups else self.tree.remove_evicted
         self.pool = BlockPool(

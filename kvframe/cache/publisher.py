@@ -48,19 +48,19 @@ class Publisher:
     Attributes:
         row_pages: Per table stack ``[num_groups, max_num_seqs, max_blocks], int32, host``: the pages that rows were
             given, 0 for those that they found. Unlike a block table, it keeps the page of a dead block until the page
-            is evicted or belongs to a node that does not grow. If no block of a stack dies before its request ends, it
-            is the block table itself, found pages included.
+            is evicted or belongs to a node that does not grow. If no block of a stack dies before its request ends, or
+            nothing is cached, it is the block table itself, found pages included.
         unreadable: By row, the error of a token that could not be read, until the error is raised.
         full_rows: Rows whose leaf lacks a full block, if leaves are to be updated after each commit.
     """
 
-    def __init__(self, tree: RadixTree, kinds: GroupKinds, numbers: RowNumbers) -> None:
+    def __init__(self, tree: RadixTree, kinds: GroupKinds, numbers: RowNumbers, *, is_caching: bool) -> None:
         max_num_seqs = len(numbers.states)
-        self._tree = tree
+        self._tree, self._is_caching = tree, is_caching
         tree.catch_up = self._update_leaf
         self.row_pages = tree.row_pages = [
             stack.ids
-            if all(kinds.live[group].never_dies for group in stack.groups)
+            if not is_caching or all(kinds.live[group].never_dies for group in stack.groups)
             else np.zeros(stack.ids.shape, dtype=np.int32)
             for stack in kinds.stacks
         ]
@@ -121,6 +121,8 @@ class Publisher:
         If there is one group, and the row's blocks in it are given, the full ones are released if this call publishes
         them. Return their number.
         """
+        if self._cursors[row] is None:
+            return 0
         leaf, num_released = self._leaf_of(row), 0
         if leaf is not None:
             if block_ids is not None and not leaf.stop:
@@ -129,8 +131,7 @@ class Publisher:
                 self._update_leaf(leaf)
             self._end_growth(leaf)
             self._tree.remove_if_empty(leaf)
-        if self.unreadable:
-            self.unreadable.pop(row, None)
+        self.unreadable.pop(row, None)
         self._cursors[row], self._next_publication[row] = None, NEVER
         return num_released
 
@@ -271,6 +272,9 @@ class Publisher:
         row, its index in the flat stack (``TableStack.at``), its page, and its group.
         """
         pool = self._tree.pool
+        if not self._is_caching:
+            pool.release_blocks(pages, groups)
+            return
         is_unowned = pool.owners_of(pages) == NO_OWNER
         is_of_leaf = is_unowned & (blocks >= self._leaf_start[rows] // self._tree.sizes[s])
         # The leaf of a fork may begin before the pages that the row was given.

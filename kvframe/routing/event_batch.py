@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import attrs
 
 from kvframe.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent
-from kvframe.cache.layout import CacheLayout, GroupLayout, Need
+from kvframe.cache.layout import CacheLayout, GroupLayout
+from kvframe.cache.live_range import Need
 
 T = TypeVar("T")
 

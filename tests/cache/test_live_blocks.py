@@ -6,10 +6,14 @@ import random
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 
 from kvframe import FullAttentionSpec, LiveBlocks, load_plugins
+from kvframe.cache.live_range import LiveRange
 from kvframe.contract import AttentionSpec, KVCacheSpec, TokenRange
+from kvframe.contract.specs import blocks_of
+from kvframe.planning.answers import Answers
 
 SIZES = {"block_size": 4, "num_kv_heads": 1, "head_size": 8}
 NUM_TOKENS, NUM_BLOCKS = 96, 24
@@ -86,3 +90,13 @@ def test_a_hit_is_the_longest_prefix_whose_live_blocks_are_cached(name: str, ste
 def test_a_type_that_keeps_no_block_before_a_chunk_hits_at_its_start_without_any() -> None:
     _, live = make("chunked_local")
     assert [None] * 9 == live.longest_hit(lambda block: None, 40, 4)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_mask_that_agrees_gives_the_deaths_of_blocks(name: str) -> None:
+    spec, _ = make(name)
+    live = LiveRange.of(Answers(spec), NUM_TOKENS)
+    assert (name != "fading") is live.is_by_mask
+    for n in range(NUM_TOKENS + 1):
+        whole = {block for start, stop in blocks_of(spec.live_ranges(n), 4) for block in range(start, stop)}
+        assert {block for block in whole if block < n // 4} == set(np.flatnonzero(live.deaths[: n // 4] > n).tolist())

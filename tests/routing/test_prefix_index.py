@@ -22,8 +22,8 @@ from kvframe_sliding_window.spec import SlidingWindowSpec
 
 from kvframe.cache.events import BlocksRemoved, CacheCleared, PrefixHash
 from kvframe.cache.input_index import InputSequence
-from kvframe.cache.layout import CacheLayout, GroupLayout, Need
-from kvframe.cache.live_range import NEVER, LiveRange
+from kvframe.cache.layout import CacheLayout, GroupLayout
+from kvframe.cache.live_range import NEVER, LiveRange, Need
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
