@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -15,7 +14,7 @@ import torch
 from kvframe.attention.layers import Layers, check_on_host_pages
 from kvframe.cache.live_range import LiveRange
 from kvframe.config.stack import Stack
-from kvframe.contract.description import LayerDescription, ModelDescription
+from kvframe.contract.description import ModelDescription
 from kvframe.contract.errors import BackendError
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.hosting.setup import Setup
@@ -42,20 +41,18 @@ class HostedModel:
         dtype: torch.dtype,
         *,
         stored: Mapping[str, Mapping[str, torch.dtype]],
-        kinds: Mapping[str, str],
         skips: bool = False,
         is_part: bool = False,
     ) -> None:
         """Make the layer specs.
 
         Args:
-            description: The layers, as the host knows them. A layer's options may be more than its kind has.
-            stack: The rules.
+            description: The layers, as the host knows them.
+            stack: The rules. They may give a layer another type.
             registry: Where kinds, backends and wrappers are looked up.
             dtype: The model's dtype.
             stored: For each layer, the state tensors that the host's pages hold, with their dtypes, such as
                 ``{"k": torch.float16, "v": torch.float16}``.
-            kinds: By pattern of layer names, the kind that a layer gets instead; the first that matches counts.
             skips: Whether the host leaves out tokens that do not generate in the layers that can.
             is_part: Whether other ranks have layers that are not described here, so that a rule may match none.
 
@@ -74,8 +71,7 @@ class HostedModel:
             )
         if is_part:
             stack = attrs.evolve(stack, rules=tuple(attrs.evolve(rule, optional=True) for rule in stack.rules))
-        descriptions = tuple(_as_kind(layer, kinds, registry) for layer in description.layers)
-        layers = Setup.of(attrs.evolve(description, layers=descriptions), stack, registry, dtype=_name(dtype)).layers
+        layers = Setup.of(description, stack, registry, dtype=_name(dtype)).layers
         for layer in layers:
             check_on_host_pages(layer)
             _check_stored(layer, stored[layer.name])
@@ -117,16 +113,6 @@ class HostedModel:
         layer = self.layers[name]
         assert layer.spec is not None  # checked at set-up
         return attrs.evolve(layer, spec=attrs.evolve(layer.spec, block_size=block_size))
-
-
-def _as_kind(layer: LayerDescription, kinds: Mapping[str, str], registry: Registry) -> LayerDescription:
-    """Return a layer with the kind that it gets, and the options that its kind has."""
-    kind = next((kinds[pattern] for pattern in kinds if fnmatch.fnmatchcase(layer.name, pattern)), layer.kind)
-    if kind not in registry.specs:  # make_layer_specs says what there is
-        return attrs.evolve(layer, kind=kind)
-    fields = attrs.fields_dict(registry.specs.load(kind))
-    options = {name: value for name, value in layer.options.items() if name in fields}
-    return attrs.evolve(layer, kind=kind, options=options)
 
 
 def _check_stored(layer: LayerSpec, page_dtypes: Mapping[str, torch.dtype]) -> None:

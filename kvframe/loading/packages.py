@@ -43,7 +43,6 @@ kvframe-torch plugin:torch backend:torch backend:torch_varlen
 kvframe-transformers plugin:transformers model_adapter:transformers
 kvframe-triton plugin:triton backend:triton backend:triton_mla
 kvframe-valkey plugin:valkey page_store:valkey
-kvframe-vllm plugin:vllm
 kvframe-zmq plugin:zmq event_publisher:zmq
 """
 """On each line a package, then names that it provides, each after its kind in ``claims.KINDS``, or ``command``."""

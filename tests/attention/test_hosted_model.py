@@ -12,7 +12,7 @@ from kvframe import HostedModel, Registry, Stack, load_plugins
 from kvframe.contract import BackendError, LayerDescription, ModelDescription, SpecError, StackError
 
 CPU = torch.device("cpu")
-FACTS = {"num_kv_heads": 2, "head_size": 8, "head_size_v": 8, "window": 6}
+SIZES = {"num_kv_heads": 2, "head_size": 8, "head_size_v": 8}
 QUERY = {"num_heads": 4, "head_size": 8, "scale": 0.5}
 PAGES = {"k": torch.float32, "v": torch.float32}
 SKIPPING = {"model": {"prefill_skipping": "decode_only"}}
@@ -28,28 +28,29 @@ def make(
     registry: Registry,
     stack: Mapping[str, Any] | None = None,
     owners: Mapping[str, str | None] | None = None,
+    kind: str = "full_attention",
     **how: Any,
 ) -> HostedModel:
-    """Return a model with a layer of full attention for each owner of a cache, all facts given."""
+    """Return a model with a layer of one kind for each owner of a cache."""
     owners = {"a": None, "b": None} if owners is None else owners
     layers = tuple(
-        LayerDescription(name=name, kind="full_attention", options=FACTS, query=QUERY, shares_with=owner)
+        LayerDescription(name=name, kind=kind, options=SIZES, query=QUERY, shares_with=owner)
         for name, owner in owners.items()
     )
     rules = {"rules": [{"layers": "*", "backend": "torch"}], **(stack or {})}
-    given = {"stored": dict.fromkeys(owners, PAGES), "kinds": {}, **how}
+    given = {"stored": dict.fromkeys(owners, PAGES), **how}
     description = ModelDescription(name="made", layers=layers, max_model_len=64)
     return HostedModel(description, Stack.from_mapping(rules), registry, torch.float32, **given)
 
 
-def test_layers_get_the_options_that_their_kind_has_and_the_stacks_rules(registry: Registry) -> None:
-    rules = [{"kind": "sliding_window", "spec": {"num_sink_tokens": 3}}, {"layers": "*", "backend": "torch"}]
-    model = make(registry, {"rules": rules}, kinds={"b*": "sliding_window", "*": "full_attention"})
-    full, window = (layer.spec for layer in model.layers.values())
+def test_layers_get_the_types_and_options_of_the_stacks_rules(registry: Registry) -> None:
+    window = {"kind": "sliding_window", "window": 6, "num_sink_tokens": 3}
+    model = make(registry, {"rules": [{"layers": "b", "spec": window}, {"layers": "*", "backend": "torch"}]})
+    full, other = (layer.spec for layer in model.layers.values())
     assert full is not None
-    assert window is not None
+    assert other is not None
     assert ("full_attention", "float32") == (full.kind, full.state_tensors()["k"].dtype)
-    assert ((0, 3), (15, 20)) == window.live_ranges(20)
+    assert ((0, 3), (15, 20)) == other.live_ranges(20)
 
 
 @pytest.mark.parametrize("drafts", [{"name": "draft_model", "model": "small"}, "mtp", "ngram"])
@@ -103,4 +104,4 @@ def test_a_rule_for_no_layer_is_refused_unless_other_ranks_have_layers(registry:
 
 def test_a_kind_that_no_plugin_provides_is_named(registry: Registry) -> None:
     with pytest.raises(SpecError, match="needs the cache spec 'no_such', which no plugin provides"):
-        make(registry, kinds={"*": "no_such"})
+        make(registry, kind="no_such")

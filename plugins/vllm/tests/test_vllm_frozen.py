@@ -18,15 +18,13 @@ CHUNK = 24
 STACK = f"""
 [plugins]
 required = ["frozen"]
-[plugin.vllm]
-kinds = {{ "model.layers.0.*" = "frozen_spec" }}
 [[rules]]
 layers = "*"
 backend = "frozen_backend"
 wrappers = ["frozen_wrapper"]
 [[rules]]
-kind = "frozen_spec"
-spec = {{ chunk = {CHUNK} }}
+layers = "model.layers.0.*"
+spec = {{ kind = "frozen_spec", chunk = {CHUNK} }}
 """
 
 

@@ -57,7 +57,6 @@ def make_builder(names: Sequence[str], layers: Sequence[LayerSpec], *, skips: bo
         load_plugins().registry,
         torch.float32,
         stored={layer.name: {"k": torch.float32, "v": torch.float32} for layer in layers},
-        kinds={},
         skips=skips,
     )
     made = {}

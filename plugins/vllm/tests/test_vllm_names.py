@@ -14,10 +14,9 @@ from pathlib import Path
 
 import kvframe_vllm.names
 import pytest
-from kvframe_vllm import plugin
 from packaging.requirements import Requirement
 
-from kvframe.contract import KVFrameError, StackError
+from kvframe.contract import KVFrameError
 
 SOURCES = sorted(Path(kvframe_vllm.names.__file__).parent.rglob("*.py"))
 
@@ -186,15 +185,3 @@ def test_without_a_stack_nothing_is_attached() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "KVFRAME_STACK"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert "[]" == done.stdout.strip()
-
-
-def test_kinds_of_layers_come_from_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "SETTINGS", {})
-    plugin.kvframe_configure({"kinds": {"model.layers.0.*": "sliding_window"}})
-    assert {"model.layers.0.*": "sliding_window"} == plugin.SETTINGS["kinds"]
-
-
-@pytest.mark.parametrize("settings", [{"kind": {}}, {"kinds": "sliding_window"}, {"kinds": {"*": 3}}])
-def test_wrong_settings_are_refused(settings: dict[str, object]) -> None:
-    with pytest.raises(StackError, match=r"\[plugin.vllm\] takes only kinds"):
-        plugin.kvframe_configure(settings)

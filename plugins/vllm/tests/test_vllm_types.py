@@ -67,9 +67,8 @@ def test_a_pattern_of_the_examples_beside_full_attention(vllm_runs: Any, tmp_pat
     plugins = vllm_runs.make_plugin(tmp_path, "pattern", "", "kvframe.v1", "new_attention_type")
     stack = (
         vllm_runs.torch
-        + '[plugin.vllm]\nkinds = { "model.layers.0.*" = "fixed_pattern" }\n'
-        + '[[rules]]\nkind = "fixed_pattern"\nbackend = "torch_reference"\n'
-        + f"spec = {{ stride = {STRIDE}, num_summary = {NUM_SUMMARY} }}\n"
+        + '[[rules]]\nlayers = "model.layers.0.*"\nbackend = "torch_reference"\n'
+        + f'spec = {{ kind = "fixed_pattern", stride = {STRIDE}, num_summary = {NUM_SUMMARY} }}\n'
     )
     settings = {"engine": vllm_runs.engine, "prompts": prompts, "max_tokens": 12}
     found = vllm_runs.serve(model, settings, stack, [plugins, EXAMPLES])
@@ -85,8 +84,7 @@ def test_chunks_that_begin_within_a_block_beside_full_attention(vllm_runs: Any) 
     model, prompts = vllm_runs.make_model("Llama"), vllm_runs.make_prompts(16)
     stack = (
         vllm_runs.stack
-        + '[plugin.vllm]\nkinds = { "model.layers.0.*" = "chunked_local" }\n'
-        + f'[[rules]]\nkind = "chunked_local"\nspec = {{ chunk = {CHUNK} }}\n'
+        + f'[[rules]]\nlayers = "model.layers.0.*"\nspec = {{ kind = "chunked_local", chunk = {CHUNK} }}\n'
     )
     found = vllm_runs.serve(model, {"engine": vllm_runs.engine, "prompts": prompts, "max_tokens": 12}, stack)
 

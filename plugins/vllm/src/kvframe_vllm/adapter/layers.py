@@ -10,10 +10,18 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from kvframe import HostedModel, Registry, Stack
 from kvframe.contract import BackendError, LayerDescription, ModelDescription
 from kvframe_vllm.adapter.backend import HostedBackend, HostedImpl, HostedLatentBackend
-from kvframe_vllm.plugin import SETTINGS
 
 OWN = {"latent_size": "mla", "window": "sliding_window", "chunk": "chunked_local", "head_size": "full_attention"}
 """The kind of a layer, by the first of these options that it has."""
+
+SIZES = ("num_kv_heads", "head_size", "head_size_v")
+OPTIONS = {
+    "mla": ("latent_size", "rope_size", "head_size_v"),
+    "sliding_window": (*SIZES, "window"),
+    "chunked_local": (*SIZES, "chunk"),
+    "full_attention": SIZES,
+}
+"""The options of each kind."""
 
 
 def describe_layers(config: Any, reported: Mapping[str, Any], stack: Stack, registry: Registry) -> HostedModel:
@@ -39,7 +47,6 @@ def describe_layers(config: Any, reported: Mapping[str, Any], stack: Stack, regi
         registry,
         model_config.dtype,
         stored=stored,
-        kinds=SETTINGS["kinds"],
         skips=config.cache_config.kv_sharing_fast_prefill,
         is_part=config.parallel_config.pipeline_parallel_size > 1,
     )
@@ -75,7 +82,7 @@ def _describe(name: str, module: Any, owner: str | None) -> LayerDescription:
         "latent_size": module.kv_lora_rank if is_latent else None,
         "rope_size": module.qk_rope_head_dim if is_latent else None,
     }
-    options = {option: fact for option, fact in facts.items() if fact is not None}
+    facts = {option: fact for option, fact in facts.items() if fact is not None}
     query = {
         "num_heads": module.num_heads,
         "head_size": module.qk_head_dim if is_latent else module.head_size,
@@ -84,5 +91,6 @@ def _describe(name: str, module: Any, owner: str | None) -> LayerDescription:
         "has_sinks": impl.sinks is not None,
         "alibi_slopes": impl.alibi_slopes,
     }
-    kind = next(OWN[option] for option in OWN if option in options)
+    kind = next(OWN[option] for option in OWN if option in facts)
+    options = {option: facts[option] for option in OPTIONS[kind] if option in facts}
     return LayerDescription(name=name, kind=kind, options=options, query=query, shares_with=owner)
