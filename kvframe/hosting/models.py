@@ -14,7 +14,6 @@ from kvframe.contract.model import LoadedModel
 from kvframe.hosting.setup import Setup
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
-from kvframe.planning.layer_specs import EditLayer, edited
 from kvframe.planning.recognise import adopt_model, find_adapter, with_dtype
 
 
@@ -24,7 +23,6 @@ def load_model(
     *,
     tokenizer: Any = None,
     plugins: Sequence[ModuleType] = (),
-    edit: EditLayer | None = None,
     registry: Registry | None = None,
     whole: bool = False,
 ) -> tuple[LoadedModel, Setup]:
@@ -36,8 +34,6 @@ def load_model(
         stack: What to use; the defaults unless given. The device and dtype of a model in memory replace the stack's.
         tokenizer: The tokenizer of a model in memory; None if prompts are token ids.
         plugins: Manifest modules to use beside the installed plugins.
-        edit: Changes the types of layers: takes each layer that the model describes, and returns it, or one of the same
-            name with another ``kind`` and ``options``. The stack's rules come after. None for the model's own types.
         registry: Where names are looked up; None to load the stack's plugins and those of ``plugins``.
         whole: Whether this process alone runs the model, although several processes serve another one together.
 
@@ -59,7 +55,7 @@ def load_model(
         stack = attrs.evolve(
             stack, model=attrs.evolve(stack.model, device=model_in_memory.device, dtype=model_in_memory.dtype)
         )
-    return model, Setup.of(edited(model.description, edit, registry), stack, registry)
+    return model, Setup.of(model.description, stack, registry)
 
 
 def _registry_of(stack: Stack, plugins: Sequence[ModuleType]) -> Registry:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -20,7 +20,7 @@ from kvframe.contract.errors import (
 )
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec
-from kvframe.foreign import call, safe_repr
+from kvframe.foreign import call
 from kvframe.planning.answers import ask, ask_state_tensors
 from kvframe.planning.groups import num_rollback_states
 from kvframe.planning.spec_check import check_prompt_budget
@@ -221,35 +221,6 @@ def _in_owners_formats(layers: Sequence[LayerSpec], formatted_names: Collection[
 
 
 # --- other types than those that the adapter describes ----------------------------------------------------------------
-
-EditLayer = Callable[[LayerDescription], LayerDescription]
-"""Returns a layer, or one of the same name with another ``kind`` and ``options``."""
-
-
-def edited(description: ModelDescription, edit: EditLayer | None, registry: Registry) -> ModelDescription:
-    """Return the description of a model whose layers a program has changed by ``edit``.
-
-    Raises:
-        StackError: A layer cannot have the type that it is given, or something else of it was changed.
-        UnknownNameError: There is no such type.
-    """
-    if edit is None:
-        return description
-    layers = []
-    for layer in description.layers:
-        new_layer: Any = call(f"layers({layer.name!r})", edit, layer)
-        if (
-            not isinstance(new_layer, LayerDescription)
-            or attrs.evolve(new_layer, kind=layer.kind, options=layer.options) != layer
-        ):
-            raise StackError(
-                f"layers= returned {safe_repr(new_layer)} for the layer {layer.name!r}; return the layer, or "
-                "attrs.evolve(layer, kind=..., options=...)"
-            )
-        if new_layer != layer:
-            _check_type(layer, new_layer, registry, "layers=")
-        layers.append(new_layer)
-    return attrs.evolve(description, layers=tuple(layers))
 
 
 def _retyped(layer: LayerDescription, registry: Registry, stack: Stack) -> LayerDescription:

@@ -14,7 +14,6 @@ import attrs
 from kvframe_stores import choose_secret
 
 from kvframe import Choice, KVCachePlan, Setup, Stack, load_model
-from kvframe.contract.description import LayerDescription
 from kvframe.contract.errors import EngineError, KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.model import LoadedModel
 from kvframe.foreign import refuse_exit
@@ -216,7 +215,6 @@ class EngineCore(ABC, Generic[RequestT]):
         *,
         stack: Stack | None = None,
         plugins: Sequence[ModuleType] = (),
-        layers: Callable[[LayerDescription], LayerDescription] | None = None,
         poison_freed: bool = False,
         skip_policy: SkipPolicy | None = None,
     ) -> Self:
@@ -229,15 +227,13 @@ class EngineCore(ABC, Generic[RequestT]):
             path: A model's folder, of a kind that an installed plugin recognises.
             stack: What to use; the defaults unless given.
             plugins: Manifest modules to use beside the installed plugins.
-            layers: Changes the types of layers: takes each layer that the model describes (``kvframe.describe``), and
-                returns it, or one of the same name with another ``kind`` and ``options``. The stack's rules come after.
             poison_freed: As for the constructor.
             skip_policy: As for the constructor.
 
         Raises:
             KVFrameError: The stack, a plugin that it names, the model or the memory is wrong.
         """
-        return cls._set_up(path, stack, plugins, layers, poison_freed=poison_freed, skip_policy=skip_policy)
+        return cls._set_up(path, stack, plugins, poison_freed=poison_freed, skip_policy=skip_policy)
 
     @classmethod
     def from_model(
@@ -283,15 +279,14 @@ class EngineCore(ABC, Generic[RequestT]):
         path: str | Path,
         stack: Stack | None,
         plugins: Sequence[ModuleType],
-        edit: Callable[[LayerDescription], LayerDescription] | None = None,
         **options: Any,
     ) -> Self:
         """Load a model and make an engine with ``options`` for it, on every rank; only rank 0 returns it."""
         stack, process = (Stack() if stack is None else stack).with_device(), find_rank()
         if process is None:
-            return cls(*load_model(path, stack, plugins=plugins, edit=edit), **options)
+            return cls(*load_model(path, stack, plugins=plugins), **options)
         with join_ranks(process, stack) as (ranks, stack):
-            engine = cls(*load_model(path, stack, plugins=plugins, edit=edit), ranks=ranks, **options)
+            engine = cls(*load_model(path, stack, plugins=plugins), ranks=ranks, **options)
             if isinstance(ranks, Follower):
                 assert isinstance(engine._runner, ModelRunner)
                 ranks.follow(

@@ -10,7 +10,7 @@ from typing import Any, Self, get_args
 import attrs
 
 from kvframe import Hints, Setup, Stack
-from kvframe.contract.description import LayerDescription, Pooling, PoolingMode
+from kvframe.contract.description import Pooling, PoolingMode
 from kvframe.contract.errors import KVFrameError, RequestError, StackError
 from kvframe.contract.model import LoadedModel
 from kvframe_engine.assembly import Assembly
@@ -100,7 +100,6 @@ class Embedder(EngineCore[EmbeddingRequest]):
         *,
         stack: Stack | None = None,
         plugins: Sequence[ModuleType] = (),
-        layers: Callable[[LayerDescription], LayerDescription] | None = None,
         pooling: PoolingMode | None = None,
         normalize: bool | None = None,
         poison_freed: bool = False,
@@ -112,7 +111,6 @@ class Embedder(EngineCore[EmbeddingRequest]):
             path: A model's folder, of a kind that an installed plugin recognises.
             stack: What to use; the defaults unless given.
             plugins: Manifest modules to use beside the installed plugins.
-            layers: As for ``Engine.from_pretrained``.
             pooling: As for the constructor.
             normalize: As for the constructor.
             poison_freed: As for the constructor.
@@ -125,7 +123,6 @@ class Embedder(EngineCore[EmbeddingRequest]):
             path,
             stack,
             plugins,
-            layers,
             pooling=pooling,
             normalize=normalize,
             poison_freed=poison_freed,
