@@ -34,7 +34,7 @@ from kvframe.loading.plugins import load_plugins
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "kvframe"
 ENGINE = ROOT / "plugins" / "engine" / "src" / "kvframe_engine"
-MAX_NAMES_OF_A_HOST = 25
+MAX_NAMES_OF_A_HOST = 24
 """The most names of the core, beside the contract, that the engine may use."""
 
 # The flow of the design, one stage a line. A name stands for a module, or for a package and all its modules.
