@@ -20,7 +20,7 @@ import attrs
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from kvframe import Engine, SamplingParams, Stack
+from kvframe import Stack
 from kvframe.contract import AttentionSpec, MaskFunction, TokenRange, hookimpl, positive_int
 
 # --- the attention type: this is all that a researcher writes ---------------------------------------------------------
@@ -126,6 +126,8 @@ def generate_densely(model: Any, prompt: list[int], num_tokens: int) -> list[int
 
 def main() -> None:
     """Run three prompts that share a prefix by both backends, and compare."""
+    from kvframe import Engine, SamplingParams  # here, because vLLM serves the type without kvframe's own engine
+
     shared = [token * 7 % 128 for token in range(1, 81)]
     prompts = [[*shared, *tail] for tail in ([5], [9, 9, 2], [100, 3])]
     params = SamplingParams(max_new_tokens=24)
