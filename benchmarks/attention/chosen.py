@@ -71,7 +71,7 @@ def calls(shape: str, backend: str, num_tokens: int, num_chosen: int) -> dict[st
         num_generating=1,
     )
     query = torch.randn(1, query_sizes["num_heads"], query_sizes["head_size"], generator=generator)
-    chosen = torch.randperm(num_tokens, generator=generator)[:num_chosen].int().view(1, 1, -1)
+    token_indices = torch.randperm(num_tokens, generator=generator)[:num_chosen].int().view(1, 1, -1)
     calls_by_name: dict[str, Callable[[], Any]] = {}
     for name, choice in (("all", None), ("chosen", {"max_chosen": num_chosen})):
         side = QuerySpec(scale=query_sizes["head_size"] ** -0.5, choice=choice, **query_sizes)
@@ -81,7 +81,7 @@ def calls(shape: str, backend: str, num_tokens: int, num_chosen: int) -> dict[st
         instance = selected.backend_class([layer], CPU)
         needed = spec.parameters(side)
         instance.bind(layer, {key: torch.randn(size, generator=generator) * 0.05 for key, size in needed.items()})
-        calls_by_name[name] = partial(_attend, instance, layer, query, views, step, chosen if choice else None)
+        calls_by_name[name] = partial(_attend, instance, layer, query, views, step, token_indices if choice else None)
     keys = torch.randn(num_tokens, INDEX_SIZE, generator=generator)
     index_query = torch.randn(INDEX_HEADS, INDEX_SIZE, generator=generator)
     weights = torch.randn(INDEX_HEADS, generator=generator)
@@ -95,14 +95,14 @@ def _attend(
     query: torch.Tensor,
     views: KVCache,
     step: CommonAttentionMetadata,
-    chosen: torch.Tensor | None,
+    token_indices: torch.Tensor | None,
 ) -> torch.Tensor:
     """Build a step's metadata, and attend to all tokens or to the chosen ones."""
     builder = backend.make_builder()
     built = builder.finish(builder.build(step))
-    if chosen is None:
+    if token_indices is None:
         return backend.attend(layer, query, views, built)
-    return backend.attend(layer, query, views, built, more=MoreInputs(chosen=ChosenTokens(chosen)))
+    return backend.attend(layer, query, views, built, more=MoreInputs(chosen=ChosenTokens(token_indices)))
 
 
 def write_report(record: Mapping[str, Any]) -> str:

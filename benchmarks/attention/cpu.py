@@ -81,15 +81,15 @@ def measure(
         return {part: statistics.median(value) if isinstance(value, list) else value for part, value in answer.items()}
 
     ceilings, turns = [], []
-    for _, found in by_turns([*systems], rounds, do_turn, advance):
-        turns.append(found)
+    for _, results in by_turns([*systems], rounds, do_turn, advance):
+        turns.append(results)
         is_decode = shape.kind == "decode"
         ceilings.append(read_bandwidth(pool) if is_decode else matrix_rate(shape.torch_dtype))
     columns = {name: in_columns(turn[name] for turn in turns) for name in systems}
     refused = {name: values["refused"][0] for name, values in columns.items() if "refused" in values}
     measured: dict[str, Any] = {name: values for name, values in columns.items() if name not in refused}
     # The share of a time that the shape's bytes or operations take at the ceiling of the same round.
-    least = [(shape.kv_bytes() if shape.kind == "decode" else shape.num_flops) / each for each in ceilings]
+    least = [(shape.kv_bytes() if shape.kind == "decode" else shape.num_flops) / ceiling for ceiling in ceilings]
     for values in measured.values():
         values |= {"error": max(values["error"]), "share": ratios(least, values["seconds"])}
         if VLLM in measured:
@@ -134,7 +134,7 @@ def _section(measured: Mapping[str, Any]) -> Iterator[str]:
         f"Ceiling: {ceiling} {what}."
     )
     fastest_first = sorted(measured["systems"].items(), key=lambda item: statistics.median(item[1]["seconds"]))
-    rows = {name: {**each, "metadata": statistics.median(each["metadata_seconds"])} for name, each in fastest_first}
+    rows = {name: {**row, "metadata": statistics.median(row["metadata_seconds"])} for name, row in fastest_first}
     yield figures(rows, COLUMNS)
     yield from (f"Not measured: {system} ({reason})." for system, reason in measured["refused"].items())
 
@@ -169,9 +169,9 @@ def main(rounds: int, threads: int, shapes: Sequence[Shape], systems: Sequence[s
         for name in find_systems(systems, shapes, peer)
     }
     with start_engines(modules, peer, threads=threads, files=[file]) as engines:
-        found = measure_each(shapes, rounds, lambda shape, advance: measure(shape, engines, file, rounds, advance))
+        results = measure_each(shapes, rounds, lambda shape, advance: measure(shape, engines, file, rounds, advance))
         versions = {name: engine.versions for name, engine in engines.items()}
-    return {"repeats": rounds, "versions": versions, "shapes": found}
+    return {"repeats": rounds, "versions": versions, "shapes": results}
 
 
 if __name__ == "__main__":

@@ -84,8 +84,8 @@ class Inputs:
         generator = torch.Generator().manual_seed(SEED)
 
         def normal(num_tokens: int, num_heads: int) -> torch.Tensor:
-            drawn = torch.randn(num_tokens, num_heads, shape.head_size, generator=generator)
-            return drawn.to(shape.torch_dtype)
+            tensor = torch.randn(num_tokens, num_heads, shape.head_size, generator=generator)
+            return tensor.to(shape.torch_dtype)
 
         num_tokens = sum(shape.seq_lens)
         key, value = normal(num_tokens, shape.num_kv_heads), normal(num_tokens, shape.num_kv_heads)
@@ -98,9 +98,9 @@ def _dense(shape: Shape, key: torch.Tensor, value: torch.Tensor, query: torch.Te
     parts = query.split([new for _, new in shape.requests]), key.split(shape.seq_lens), value.split(shape.seq_lens)
     for (computed, new), *tensors in zip(shape.requests, *parts, strict=True):
         position, token = shape.positions(computed, new)[:, None], torch.arange(computed + new)
-        seen = (token <= position) & (token > position - shape.num_seen(position))
-        queries, keys, values = (each.float().transpose(0, 1)[None] for each in tensors)
-        result = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)
+        mask = (token <= position) & (token > position - shape.num_seen(position))
+        queries, keys, values = (tensor.float().transpose(0, 1)[None] for tensor in tensors)
+        result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         outputs.append(result[0].transpose(0, 1))
     return torch.cat(outputs)
 
@@ -124,7 +124,9 @@ def why_refused(backend: str, shapes: Sequence[Shape]) -> list[str]:
     from kvframe.loading.plugins import load_plugins
 
     capabilities = load_plugins().registry.backends.load(backend).capabilities
-    return ["; ".join(each.reason for each in find_refusals(capabilities, _layer(shape), "cpu")) for shape in shapes]
+    return [
+        "; ".join(refusal.reason for refusal in find_refusals(capabilities, _layer(shape), "cpu")) for shape in shapes
+    ]
 
 
 def _layer(shape: Shape) -> Any:
@@ -166,7 +168,7 @@ def prepare_backend(name: str, shape: Shape, inputs: Inputs, pool: torch.Tensor)
     built: list[Any] = []
 
     def build() -> None:
-        built[:] = [builder.finish(each) for each in builder.build_together([(builder, metadata)])]
+        built[:] = [builder.finish(result) for result in builder.build_together([(builder, metadata)])]
 
     return build, lambda: backend.attend(layer, inputs.query, kv_cache, built[0])
 

@@ -65,7 +65,7 @@ class Stored:
 def ways() -> list[Stored]:
     """Return plain storage in three dtypes, and every installed format with attention in float32."""
     plain = [Stored(dtype, PLAIN, dtype) for dtype in ("float32", "float16", "bfloat16")]
-    return [*plain, *(Stored(each.name, each, "float32") for each in installed_formats())]
+    return [*plain, *(Stored(kv_format.name, kv_format, "float32") for kv_format in installed_formats())]
 
 
 # --- the demo's trained model -----------------------------------------------------------------------------------------
@@ -73,12 +73,12 @@ def ways() -> list[Stored]:
 
 def make_texts(path: Path, count: int) -> dict[str, list[list[int]]]:
     """Return parts of Python's library by kind: one half is ``learned`` in training, the other is not."""
-    tokenizer, found = AutoTokenizer.from_pretrained(path), {}
+    tokenizer, texts = AutoTokenizer.from_pretrained(path), {}
     for kind, names, number in (("learned", LEARNED, count // 2), ("other", OTHER, count - count // 2)):
         source = tokenizer.encode("".join(inspect.getsource(importlib.import_module(name)) for name in names))
         step = max(1, (len(source) - TEXT_TOKENS) // max(1, number - 1))
-        found[kind] = [list(source[start : start + TEXT_TOKENS]) for start in range(0, number * step, step)]
-    return found
+        texts[kind] = [list(source[start : start + TEXT_TOKENS]) for start in range(0, number * step, step)]
+    return texts
 
 
 def make_copy_tasks(count: int) -> Tasks:
@@ -92,14 +92,14 @@ def make_copy_tasks(count: int) -> Tasks:
     return [(row[:-num_asked], row[-num_asked:]) for row in rows]
 
 
-def serve(path: Path, stored: Stored, texts: Mapping[str, Sequence[list[int]]], tasks: Tasks) -> dict[str, Any]:
+def serve(path: Path, storage: Stored, texts: Mapping[str, Sequence[list[int]]], tasks: Tasks) -> dict[str, Any]:
     """Return the log-probabilities of texts, the answers to tasks, and the backends, with one way to store."""
-    cache = {"memory": "64MiB", "dtype": stored.dtype, "format": stored.kv_format.name}
+    cache = {"memory": "64MiB", "dtype": storage.dtype, "format": storage.kv_format.name}
     stack = Stack.from_mapping({"cache": cache, "model": {"dtype": "float32"}})
     greedy = SamplingParams(max_new_tokens=NUM_ANSWER_TOKENS, ignore_eos=True)
     scoring = SamplingParams(max_new_tokens=1, prompt_logprobs=True)
     with Engine.from_pretrained(path, stack=stack) as engine:
-        scored = {kind: engine.generate(found, scoring) for kind, found in texts.items()}
+        scored = {kind: engine.generate(prompts, scoring) for kind, prompts in texts.items()}
         copied = engine.generate([prompt for prompt, _ in tasks], greedy)
         backends = sorted({choice.backend for choice in engine.choices})
     return {
@@ -112,26 +112,26 @@ def serve(path: Path, stored: Stored, texts: Mapping[str, Sequence[list[int]]], 
     }
 
 
-def compare(found: Mapping[str, Any], exact: Mapping[str, Any], tasks: Tasks) -> dict[str, Any]:
+def compare(results: Mapping[str, Any], exact: Mapping[str, Any], tasks: Tasks) -> dict[str, Any]:
     """Return how the results of one way to store differ from those of float32."""
-    logprobs: Mapping[str, torch.Tensor] = found["logprobs"]
+    logprobs: Mapping[str, torch.Tensor] = results["logprobs"]
     differences = torch.cat([(ours - exact["logprobs"][kind]).abs() for kind, ours in logprobs.items()])
     return {
-        "backends": found["backends"],
+        "backends": results["backends"],
         "perplexity_learned": math.exp(-float(logprobs["learned"].mean())),
         "perplexity": math.exp(-float(logprobs["other"].mean())),
         "logprob_difference_mean": float(differences.mean()),
         "logprob_difference_max": float(differences.max()),
-        "copied_right": share_right(found["copied"], tasks),
+        "copied_right": share_right(results["copied"], tasks),
     }
 
 
 def share_right(outputs: Sequence[list[int]], tasks: Tasks) -> float | None:
     """Return the share of the tasks' tokens that are right; None without tasks."""
     right = [
-        ours == asked
-        for output, (_, wanted) in zip(outputs, tasks, strict=True)
-        for ours, asked in zip(output, wanted, strict=False)
+        ours == expected
+        for output, (_, answer) in zip(outputs, tasks, strict=True)
+        for ours, expected in zip(output, answer, strict=False)
     ]
     return fmean(right) if right else None
 
@@ -147,11 +147,11 @@ def check_copying(copied_right: float | None) -> None:
 # --- one layer --------------------------------------------------------------------------------------------------------
 
 
-def memory_of(stored: Stored, registry: Registry) -> dict[str, int]:
+def memory_of(storage: Stored, registry: Registry) -> dict[str, int]:
     """Return the bytes of a token of Llama 3.1 8B, and the number of tokens that fit into 8 GiB."""
     description = read_layer_file(LLAMA)
-    dtype = stored.dtype if stored.kv_format == PLAIN else "bfloat16"
-    stack = Stack.from_mapping({"cache": {"memory": MEMORY_BYTES, "dtype": dtype, "format": stored.kv_format.name}})
+    dtype = storage.dtype if storage.kv_format == PLAIN else "bfloat16"
+    stack = Stack.from_mapping({"cache": {"memory": MEMORY_BYTES, "dtype": dtype, "format": storage.kv_format.name}})
     layers = make_layer_specs(description, registry, stack, dtype)
     plan = plan_for_stack(group_layers(layers), stack, description.max_model_len, description.max_input_lens)
     num_pages = sum(plan.num_slabs * group.pages_per_slab for group in plan.groups)
@@ -159,14 +159,14 @@ def memory_of(stored: Stored, registry: Registry) -> dict[str, int]:
 
 
 def decode(
-    stored: Stored, backend: str, registry: Registry, context: int
+    storage: Stored, backend: str, registry: Registry, context: int
 ) -> tuple[Callable[[], torch.Tensor], dict[str, Any]]:
     """Return a call that stores a token of each request and attends, and the facts of its row.
 
     Each request has ``context`` random tokens, a multiple of 16, in pages of its own.
     """
     sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": NUM_KV_HEADS, "head_size": HEAD_SIZE}
-    spec = FullAttentionSpec(dtype=stored.dtype, format=stored.kv_format, **sizes)
+    spec = FullAttentionSpec(dtype=storage.dtype, format=storage.kv_format, **sizes)
     query = QuerySpec(num_heads=NUM_HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5)
     layer = LayerSpec(name="layer", spec=spec, query=query)
     stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": backend}]})
@@ -175,7 +175,7 @@ def decode(
     # Pages go to the requests by turns, so that no request's pages lie side by side.
     table = 1 + torch.arange(NUM_REQS * num_blocks).view(num_blocks, NUM_REQS).T
     views = page_views(spec, torch.zeros((1 + table.numel()) * spec.block_bytes, dtype=torch.uint8))
-    generator, dtype = torch.Generator().manual_seed(0), getattr(torch, stored.dtype)
+    generator, dtype = torch.Generator().manual_seed(0), getattr(torch, storage.dtype)
 
     def draw(num_tokens: int, num_heads: int) -> torch.Tensor:
         return torch.randn(num_tokens, num_heads, HEAD_SIZE, generator=generator).to(dtype)
@@ -183,7 +183,7 @@ def decode(
     key, value = draw(context, NUM_KV_HEADS), draw(context, NUM_KV_HEADS)
     for row in table:
         slots = Slots.at(row.repeat_interleave(BLOCK_SIZE), torch.arange(context) % BLOCK_SIZE, BLOCK_SIZE)
-        stored.kv_format.write(key, value, views, slots)
+        storage.kv_format.write(key, value, views, slots)
     tables = BlockTables(NUM_REQS, context, [BLOCK_SIZE])
     tables.stacks[0].ids[0] = table.numpy()
     ones, rows = np.ones(NUM_REQS, dtype=np.int64), np.arange(NUM_REQS)
@@ -195,16 +195,16 @@ def decode(
     return lambda: layers["layer"](*inputs), facts
 
 
-def measure_speed(registry: Registry, wanted: Sequence[str], context: int, repeats: int) -> list[dict[str, Any]]:
+def measure_speed(registry: Registry, names: Sequence[str], context: int, repeats: int) -> list[dict[str, Any]]:
     """Return a row for every wanted backend, dtype and format. All formats of one backend and dtype take turns."""
     rows = []
     for backend, backend_class in usable_backends(registry, "cpu")[0].items():
         capabilities = backend_class.capabilities
-        if capabilities.state != {"k", "v"} or capabilities.preference < 0 or backend not in (wanted or [backend]):
+        if capabilities.state != {"k", "v"} or capabilities.preference < 0 or backend not in (names or [backend]):
             continue  # It keeps latents, or is a fallback that is never preferred, or is not wanted.
         for dtype in ("float32", "bfloat16"):
-            stored = [Stored(each.name, each, dtype) for each in (PLAIN, *installed_formats())]
-            calls = {each.title: decode(each, backend, registry, context) for each in stored}
+            storages = [Stored(kv_format.name, kv_format, dtype) for kv_format in (PLAIN, *installed_formats())]
+            calls = {storage.title: decode(storage, backend, registry, context) for storage in storages}
             turns = by_turns([*calls], repeats, lambda name, _: timed(calls[name][0])[0], warm_up=True)  # noqa: B023
             seconds = counted(turns)
             rows += [
@@ -243,7 +243,7 @@ def write_report(record: Mapping[str, Any]) -> str:
         _ticked(model["ways"], WAYS),
         "## Memory",
         "Llama 3.1 8B, 32 layers of 8 KV heads of 128, in 8 GiB of cache.",
-        _ticked({name: {**each, "times": each["tokens"] / plain} for name, each in memory.items()}, MEMORY),
+        _ticked({name: {**row, "times": row["tokens"] / plain} for name, row in memory.items()}, MEMORY),
         "## Decoding on a CPU",
         f"One layer, {speed['num_reqs']} requests of {speed['context']:,} tokens, pages of 16; a call stores a token "
         "of each request and attends. A backend that does not read a format itself is given copies of the pages.",
@@ -287,16 +287,16 @@ def main(
     path, registry = model or models.path_of("demo"), load_plugins().registry
     texts = make_texts(path, num_texts)
     tasks = make_copy_tasks(num_texts) if model is None else []
-    served = {stored.title: serve(path, stored, texts, tasks) for stored in ways()}
+    served = {storage.title: serve(path, storage, texts, tasks) for storage in ways()}
     check_copying(share_right(served["float32"]["copied"], tasks))
     click.echo("the model is done", err=True)
-    compared = {title: compare(found, served["float32"], tasks) for title, found in served.items()}
+    compared = {title: compare(results, served["float32"], tasks) for title, results in served.items()}
     rows = measure_speed(registry, backends, context, repeats)
     numbers = {"num_texts": num_texts, "text_tokens": TEXT_TOKENS, "num_tasks": len(tasks)}
     return {
         "repeats": repeats,
         "model": {**numbers, "ways": compared},
-        "memory": {stored.title: memory_of(stored, registry) for stored in ways()},
+        "memory": {storage.title: memory_of(storage, registry) for storage in ways()},
         "speed": {"num_reqs": NUM_REQS, "context": context, "rows": rows},
     }
 

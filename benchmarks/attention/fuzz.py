@@ -90,9 +90,9 @@ def run(kernels: Kernels, first: int, count: int, folder: Path) -> dict[str, Any
     begin, seed, planted = time.monotonic(), first, ""
     while seed < first + count and len(failures) < MOST_FAILURES:
         command = [kernels.kind, str(seed), str(first + count - seed), *arguments]
-        found = call(command, environment, traits, failures)
-        planted = found["planted"]
-        seed = 1 + found["last"]
+        result = call(command, environment, traits, failures)
+        planted = result["planted"]
+        seed = 1 + result["last"]
     return {
         "how": kernels.how,
         "cases": seed - first,
@@ -118,17 +118,17 @@ def call(
         ) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                told = json.loads(line)
-                if "seed" in told:
-                    last, running = told["seed"], True
-                    traits.update(told["traits"])
-                elif "done" in told:
+                message = json.loads(line)
+                if "seed" in message:
+                    last, running = message["seed"], True
+                    traits.update(message["traits"])
+                elif "done" in message:
                     running = False
-                    if told["problem"] is not None:
-                        failures[last] = told["problem"]
-                        print(f"seed {last}: {told['problem']}", file=sys.stderr, flush=True)
-                planted = "missed" if "missed" in told else "reported" if "caught" in told else planted
-                is_planted = "planted" in told
+                    if message["problem"] is not None:
+                        failures[last] = message["problem"]
+                        print(f"seed {last}: {message['problem']}", file=sys.stderr, flush=True)
+                planted = "missed" if "missed" in message else "reported" if "caught" in message else planted
+                is_planted = "planted" in message
         code = process.wait()
         errors.seek(0)
         report = report_in(errors.read())
@@ -153,9 +153,9 @@ def report_in(text: str) -> str:
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
     kernels = record["kernels"]
-    cases = sum(each["cases"] for each in kernels.values())
-    num_failures = sum(len(each["failures"]) for each in kernels.values())
-    names = sorted({name for each in kernels.values() for name in each["traits"]})
+    cases = sum(kernel["cases"] for kernel in kernels.values())
+    num_failures = sum(len(kernel["failures"]) for kernel in kernels.values())
+    names = sorted({name for kernel in kernels.values() for name in kernel["traits"]})
     return page(
         heading(
             "Kernels on everything that the contract lets through",
@@ -172,26 +172,26 @@ def write_report(record: Mapping[str, Any]) -> str:
             [
                 (
                     name,
-                    each["how"],
-                    f"{each['cases']:,}",
-                    f"{len(each['failures'])}",
-                    each["planted"],
-                    f"{each['seconds']:,.0f}",
+                    kernel["how"],
+                    f"{kernel['cases']:,}",
+                    f"{len(kernel['failures'])}",
+                    kernel["planted"],
+                    f"{kernel['seconds']:,.0f}",
                 )
-                for name, each in kernels.items()
+                for name, kernel in kernels.items()
             ],
         ),
         "## Cases by property",
         table(
             ("property", *kernels),
-            [(name, *(f"{each['traits'].get(name, 0):,}" for each in kernels.values())) for name in names],
+            [(name, *(f"{kernel['traits'].get(name, 0):,}" for kernel in kernels.values())) for name in names],
         ),
         table(
             ("kernels", "seed", "failure"),
             [
                 (name, f"{seed}", failure.replace("\n", " "))
-                for name, each in kernels.items()
-                for seed, failure in each["failures"].items()
+                for name, kernel in kernels.items()
+                for seed, failure in kernel["failures"].items()
             ],
         ),
     )
@@ -199,7 +199,7 @@ def write_report(record: Mapping[str, Any]) -> str:
 
 def failed(record: Mapping[str, Any]) -> bool:
     """Return whether a case failed, or the planted access was missed."""
-    return any(each["failures"] or each["planted"] != "reported" for each in record["kernels"].values())
+    return any(kernel["failures"] or kernel["planted"] != "reported" for kernel in record["kernels"].values())
 
 
 @benchmark("kernels_fuzz", write_report, fails=failed, cases="kernels")
@@ -210,11 +210,11 @@ def failed(record: Mapping[str, Any]) -> bool:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The first seed.")
 def main(names: Sequence[str], cases: int, seed: int) -> dict[str, Any]:
     """Run the kernels; write one JSON file and one page."""
-    found = {}
+    results = {}
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = run(KERNELS[name], seed, max(1, int(cases * KERNELS[name].share)), Path(folder))
-    return {"first_seed": seed, "kernels": found}
+            results[name] = run(KERNELS[name], seed, max(1, int(cases * KERNELS[name].share)), Path(folder))
+    return {"first_seed": seed, "kernels": results}
 
 
 if __name__ == "__main__":

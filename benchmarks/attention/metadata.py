@@ -151,9 +151,9 @@ def wrapper_parts() -> Iterator[Part]:
         for kind in KINDS:
             metadata, name = one_group(kind, num_reqs), f"chunked_local, {num_reqs} requests, {kind}"
             yield Part(name, partial(chunked, metadata), metadata.block_table.numel(), limit)
-    for state, kind, most in (("idle", "decodes", None), ("armed", "mixed", 15.0)):
+    for state, kind, aim in (("idle", "decodes", None), ("armed", "mixed", 15.0)):
         metadata, name = one_group(kind), f"decode_only, {NUM_REQS} requests, {state}"
-        yield Part(name, partial(DecodeOnly(), metadata), metadata.slot_mapping.numel(), most)
+        yield Part(name, partial(DecodeOnly(), metadata), metadata.slot_mapping.numel(), aim)
 
 
 def model_parts() -> Iterator[Part]:
@@ -238,16 +238,16 @@ def write_report(record: Mapping[str, Any]) -> str:
 def main(repeats: int, threads: int) -> dict[str, Any]:
     """Measure the parts; write one JSON file and one page."""
     parts = [*wrapper_parts(), *model_parts(), *triton_parts()]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with progress("measuring", len(parts)) as advance, torch.inference_mode():
         # The C library keeps memory for a process that has freed large tensors, as an engine's process has. Running
         # every part once brings all of them into this state.
         for part in parts:
             part.run()
         for part in parts:
-            found[part.name] = measure(part, repeats)
+            results[part.name] = measure(part, repeats)
             advance(1)
-    return {"repeats": repeats, "parts": found}
+    return {"repeats": repeats, "parts": results}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from benchmarks.cache.setting import Setting, Side, hybrid, sides
 from benchmarks.cache.work import Work, build, decode, keys, look_up, serve
 from benchmarks.cache.worst_work import chain, far_state, lockstep, turns
 
-WORKS = {each.name: each for each in (decode, serve, look_up, keys, build, turns, chain, lockstep, far_state)}
+WORKS = {work.name: work for work in (decode, serve, look_up, keys, build, turns, chain, lockstep, far_state)}
 AT_MOST_TWICE = 0.5
 """The aim of the cases that could be slow: at most twice the time of vLLM's manager."""
 
@@ -43,9 +43,9 @@ def _case(
     name: str, title: str, work: Work, sizes: Mapping[str, int], aim: float | None = None, **options: Any
 ) -> Case:
     """Return a case. If it has windows, kvframe also does it with a group for each layer; decodes also one by one."""
-    forced, each = len(options.get("windows", ())) > 1, work is decode
-    found = sides(setting_of(work, sizes, **options), forced=forced, each=each)
-    return Case(name, title, work, sizes, found, work.words.format(**sizes), aim)
+    forced, one_by_one = len(options.get("windows", ())) > 1, work is decode
+    case_sides = sides(setting_of(work, sizes, **options), forced=forced, one_by_one=one_by_one)
+    return Case(name, title, work, sizes, case_sides, work.words.format(**sizes), aim)
 
 
 def _slow(name: str, title: str, work: Work, **sizes: int) -> Case:
@@ -68,7 +68,7 @@ FAR_STATE = {"length": 131_072, "first": 2048, "num_calls": 4}
 
 def standard_cases() -> tuple[Case, ...]:
     """Return the cases that are measured by default."""
-    six, many, one = hybrid(5), hybrid(40), {"windows": (1024,), "max_model_len": 262_144}
+    six, many, one_window = hybrid(5), hybrid(40), {"windows": (1024,), "max_model_len": 262_144}
     step, full = "Decode step, 256 requests", ", 8,192 tokens cached"
     of_six, of_many = "5 layers with windows and 1 full", "40 layers with windows and 1 full"
     of_short = f"{step} of 512 tokens, 40 layers with windows of 256 and 1 full"
@@ -103,7 +103,7 @@ def standard_cases() -> tuple[Case, ...]:
         _case("hit-6", f"Prefix lookup{full}, {of_six}", look_up, HIT, 20, windows=six),
         _case("miss-1", "Prefix lookup, nothing cached, full attention", look_up, MISS, 1),
         _case("miss-6", f"Prefix lookup, nothing cached, {of_six}", look_up, MISS, 1, windows=six),
-        _case("miss-long", of_long, look_up, LONG_MISS, 1, **one),
+        _case("miss-long", of_long, look_up, LONG_MISS, 1, **one_window),
         _case("keys", "Prefix keys of 8,192 tokens", keys, KEYS, 5, num_blocks=257),
         _case("build", "Build a pool of 131,073 blocks", build, BUILD, 10, max_num_seqs=1, max_model_len=4096),
         *(_slow(f"turns-{count}", of_turns.format(count), turns, **TURNS, num_turns=count) for count in (25, 100, 300)),

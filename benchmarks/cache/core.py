@@ -117,14 +117,14 @@ def _sides(measured: Mapping[str, Any]) -> str:
 
 
 @benchmark("cache", write_report, cases="cases")
-@options.repeats(7, flag="--rounds", most=MAX_ROUNDS)
+@options.repeats(7, flag="--rounds", max_rounds=MAX_ROUNDS)
 @options.choose("--case", "cases", (*standard_cases(), *tiny_cases()))
 @options.peer
 def main(rounds: int, cases: Sequence[Case], peer: Path) -> dict[str, Any]:
     """Measure works of the cache core, all sides by turns; write one JSON file and one page."""
     with start_engines(ENGINES, peer) as engines:
-        found = measure_each(cases, rounds, lambda case, advance: measure(case, engines, rounds, advance))
-        return {"repeats": rounds, "versions": versions_of(engines), "cases": found}
+        results = measure_each(cases, rounds, lambda case, advance: measure(case, engines, rounds, advance))
+        return {"repeats": rounds, "versions": versions_of(engines), "cases": results}
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ MOST_FAILURES = 20
 
 def run(first: int, step: int, operations: int, check_every: int) -> dict[str, Any]:
     """Run the random events of every ``step``-th seed from ``first`` on, until there were enough operations."""
-    tally, failures, begin, told = Tally(), {}, time.monotonic(), 0
+    tally, failures, begin, next_report = Tally(), {}, time.monotonic(), 0
     for num_seeds in count(1):
         seed = first + step * (num_seeds - 1)
         lives = draw_lives(seed, tally, check_every)
@@ -37,9 +37,9 @@ def run(first: int, step: int, operations: int, check_every: int) -> dict[str, A
             failures[seed] = f"event {lives.num_events + 1} of {NUM_EVENTS}: {type(error).__name__}: {error}"
             print(f"seed {seed}, {failures[seed]}", flush=True)
         elapsed = time.monotonic() - begin
-        if tally.num_operations >= told:
+        if tally.num_operations >= next_report:
             print(f"{tally.num_operations:,} operations, {num_seeds:,} seeds, {elapsed:,.0f} s", flush=True)
-            told += operations // 100
+            next_report += operations // 100
         if tally.num_operations >= operations or len(failures) >= MOST_FAILURES:
             break
     return {
@@ -54,18 +54,18 @@ def run(first: int, step: int, operations: int, check_every: int) -> dict[str, A
     }
 
 
-def merge(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the results of several processes as one: numbers are added, and counts by name."""
 
     def added(name: str) -> Any:
-        values = [each[name] for each in found]
+        values = [result[name] for result in results]
         return dict(sum(map(Counter, values), Counter())) if isinstance(values[0], dict) else sum(values)
 
     return {
         "events": NUM_EVENTS,
         **{name: added(name) for name in ("seeds", "operations", "verbs", "refused", "drafts", "pages_copied")},
-        "seconds": max(each["seconds"] for each in found),
-        "failures": {seed: failure for each in found for seed, failure in each["failures"].items()},
+        "seconds": max(result["seconds"] for result in results),
+        "failures": {seed: failure for result in results for seed, failure in result["failures"].items()},
     }
 
 
@@ -106,11 +106,11 @@ def main(operations: int, seed: int, check_every: int, processes: int) -> dict[s
     share = -(-operations // processes)
     turns = [(seed + index, processes, share, check_every) for index in range(processes)]
     if processes == 1:
-        found = [run(*turns[0])]
+        results = [run(*turns[0])]
     else:
         with ProcessPoolExecutor(processes) as executor:
-            found = list(executor.map(run, *zip(*turns, strict=True)))
-    return {"first_seed": seed, "check_every": check_every, "processes": processes, **merge(found)}
+            results = list(executor.map(run, *zip(*turns, strict=True)))
+    return {"first_seed": seed, "check_every": check_every, "processes": processes, **merge(results)}
 
 
 if __name__ == "__main__":

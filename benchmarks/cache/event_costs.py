@@ -81,8 +81,8 @@ class Requests:
 def measure(case: Case, rounds: int, advance: Any) -> dict[str, Any]:
     """Let managers with and without events take turns; return the figures."""
     sides = {NONE: Requests(case, has_events=False), EVENTS: Requests(case, has_events=True)}
-    found = counted(by_turns([*sides], rounds, lambda side, _: sides[side].decode_block(), advance, warm_up=True))
-    seconds = {side: in_columns(rows) for side, rows in found.items()}
+    turns = counted(by_turns([*sides], rounds, lambda side, _: sides[side].decode_block(), advance, warm_up=True))
+    seconds = {side: in_columns(rows) for side, rows in turns.items()}
     return {
         "words": case.words,
         "steps": {
@@ -116,8 +116,8 @@ def write_report(record: Mapping[str, Any]) -> str:
 @options.choose("--case", "cases", CASES)
 def main(rounds: int, cases: Sequence[Case]) -> dict[str, Any]:
     """Measure decode steps with and without events; write one JSON file and one page."""
-    found = measure_each(cases, rounds, lambda case, advance: measure(case, rounds, advance))
-    return {"repeats": rounds, "cases": found}
+    results = measure_each(cases, rounds, lambda case, advance: measure(case, rounds, advance))
+    return {"repeats": rounds, "cases": results}
 
 
 if __name__ == "__main__":

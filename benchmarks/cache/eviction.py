@@ -56,18 +56,18 @@ def replay(requests: Sequence[TracedRequest], policy: str, num_tokens: int) -> d
     """Serve requests one after the other; return what the counted ones found."""
     manager = KVCacheManager(make_plan(num_tokens), max_num_seqs=1, eviction=make_policy_of(policy))
     first = int(COUNTED_FROM * len(requests))
-    found = num_shared = num_shared_found = 0
-    for index, each in enumerate(requests):
-        hit = manager.start("request", each.token_ids[: each.prompt_end])
-        if not manager.extend("request", len(each.token_ids)):
+    num_found = num_shared = num_shared_found = 0
+    for index, request in enumerate(requests):
+        hit = manager.start("request", request.token_ids[: request.prompt_end])
+        if not manager.extend("request", len(request.token_ids)):
             raise RuntimeError("the pool is too small for a single request")
-        manager.commit("request", each.token_ids, len(each.token_ids))
+        manager.commit("request", request.token_ids, len(request.token_ids))
         manager.free("request")
         if index >= first:
-            found += hit
-            num_shared += each.num_shared > 0
-            num_shared_found += 0 < each.num_shared <= hit
-    return {"found": found, "shared_found": num_shared_found / max(1, num_shared)}
+            num_found += hit
+            num_shared += request.num_shared > 0
+            num_shared_found += 0 < request.num_shared <= hit
+    return {"found": num_found, "shared_found": num_shared_found / max(1, num_shared)}
 
 
 # --- the most that any cache could find: it evicts the block with the farthest next use (Belady, 1966) ----------------
@@ -75,15 +75,15 @@ def replay(requests: Sequence[TracedRequest], policy: str, num_tokens: int) -> d
 
 def block_ids(requests: Sequence[TracedRequest]) -> list[list[int]]:
     """Return, for each request, the ids of its full blocks, prompt and reply; equal prefixes have equal ids."""
-    known: dict[tuple[int, bytes], int] = {}
-    found = []
-    for each in requests:
-        data, parent, ids = each.token_ids.tobytes(), -1, []
+    id_by_content: dict[tuple[int, bytes], int] = {}
+    block_lists = []
+    for request in requests:
+        data, parent, ids = request.token_ids.tobytes(), -1, []
         for start in range(0, len(data) - 4 * BLOCK + 1, 4 * BLOCK):
-            parent = known.setdefault((parent, data[start : start + 4 * BLOCK]), len(known))
+            parent = id_by_content.setdefault((parent, data[start : start + 4 * BLOCK]), len(id_by_content))
             ids.append(parent)
-        found.append(ids)
-    return found
+        block_lists.append(ids)
+    return block_lists
 
 
 def most_found(
@@ -94,14 +94,14 @@ def most_found(
     As in any cache, a running request occupies its blocks. Blocks that no later request needs are not kept. Counting
     begins with the request ``first``; ``num_tokens`` is the cache's capacity.
     """
-    capacity, found = num_tokens // BLOCK, 0
+    capacity, num_found = num_tokens // BLOCK, 0
     following = _next_uses(requests, blocks)
     cached: dict[int, int] = {}
     farthest: list[tuple[int, int, int]] = []
     for index, (request, ids, uses) in enumerate(zip(requests, blocks, following, strict=True)):
-        most = (request.prompt_end - 1) // BLOCK
-        hit = next((place for place, block in enumerate(ids[:most]) if block not in cached), most)
-        found += BLOCK * hit if index >= first else 0
+        max_hit = (request.prompt_end - 1) // BLOCK
+        hit = next((place for place, block in enumerate(ids[:max_hit]) if block not in cached), max_hit)
+        num_found += BLOCK * hit if index >= first else 0
         for block in ids:
             cached.pop(block, None)
         left = capacity - -(-len(request.token_ids) // BLOCK)
@@ -112,7 +112,7 @@ def most_found(
                 # Of several blocks with the same next use, the last one of a prefix is evicted first.
                 heappush(farthest, (-use, -depth, block))
         _evict(cached, farthest, capacity)
-    return found
+    return num_found
 
 
 def _evict(cached: dict[int, int], farthest: list[tuple[int, int, int]], capacity: int) -> None:
@@ -125,12 +125,12 @@ def _evict(cached: dict[int, int], farthest: list[tuple[int, int, int]], capacit
 def _next_uses(requests: Sequence[TracedRequest], blocks: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return, for each block of each request, the index of the next request whose prompt contains it."""
     upcoming: dict[int, int] = {}
-    found: list[list[int]] = []
+    next_uses: list[list[int]] = []
     for index in range(len(requests) - 1, -1, -1):
-        found.append([upcoming.get(block, _NEVER) for block in blocks[index]])
-        most = (requests[index].prompt_end - 1) // BLOCK
-        upcoming.update(dict.fromkeys(blocks[index][:most], index))
-    return found[::-1]
+        next_uses.append([upcoming.get(block, _NEVER) for block in blocks[index]])
+        max_hit = (requests[index].prompt_end - 1) // BLOCK
+        upcoming.update(dict.fromkeys(blocks[index][:max_hit], index))
+    return next_uses[::-1]
 
 
 def run(name: str, size: int) -> dict[str, Any]:
@@ -147,10 +147,10 @@ def run(name: str, size: int) -> dict[str, Any]:
     return {
         "words": words,
         "requests": len(requests),
-        "tokens": sum(len(each.token_ids) for each in requests),
+        "tokens": sum(len(request.token_ids) for request in requests),
         "distinct_tokens": BLOCK * (1 + max(max(ids, default=0) for ids in blocks)),
-        "counted_tokens": sum(each.prompt_end for each in requests[first:]),
-        "has_shared": any(each.num_shared for each in requests),
+        "counted_tokens": sum(request.prompt_end for request in requests[first:]),
+        "has_shared": any(request.num_shared for request in requests),
         "pools": pools,
     }
 
@@ -233,8 +233,8 @@ def draw_plot(record: Mapping[str, Any], path: Path) -> None:
 )
 def main(names: tuple[str, ...], size: int) -> dict[str, Any]:
     """Count the tokens that the cache finds under eviction policies; write one JSON file, one page and a plot."""
-    found = map_in_processes(run, [(name, size) for name in names], min(len(names), os.cpu_count() or 1))
-    return {"size": size, "pools": list(POOLS), "traces": dict(zip(names, found, strict=True))}
+    results = map_in_processes(run, [(name, size) for name in names], min(len(names), os.cpu_count() or 1))
+    return {"size": size, "pools": list(POOLS), "traces": dict(zip(names, results, strict=True))}
 
 
 if __name__ == "__main__":

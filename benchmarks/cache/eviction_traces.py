@@ -64,8 +64,8 @@ def _turns(conversations: list[Conversation], num_users: int, random: np.random.
     """Yield the turns of conversations; each of ``num_users`` users holds one conversation after the other."""
     rest = iter(conversations)
     users = [
-        (float(random.exponential(num_users)), user, each, 0)
-        for user, each in zip(range(num_users), rest, strict=False)
+        (float(random.exponential(num_users)), user, conversation, 0)
+        for user, conversation in zip(range(num_users), rest, strict=False)
     ]
     heapq.heapify(users)
     while users:
@@ -87,16 +87,16 @@ def _zipf(size: int) -> list[TracedRequest]:
     random = np.random.default_rng(3)
     texts = [draw_tokens(random, _length(random, 1_500, 0.7)) for _ in range(1_000)]
     weights = 1 / np.arange(1, len(texts) + 1) ** 0.9
-    which = random.choice(len(texts), size=2 * size, p=weights / weights.sum())
+    ids = random.choice(len(texts), size=2 * size, p=weights / weights.sum())
     return [
-        _request(random, texts[each] + draw_tokens(random, _length(random, 100, 0.8)), 130) for each in which.tolist()
+        _request(random, texts[index] + draw_tokens(random, _length(random, 100, 0.8)), 130) for index in ids.tolist()
     ]
 
 
 def _service(size: int) -> list[TracedRequest]:
     random, requests = np.random.default_rng(4), []
-    for each in _chats(size, shared=True, seed=4):
-        requests += [each, *([document(random)] if random.random() < 0.25 else [])]
+    for request in _chats(size, shared=True, seed=4):
+        requests += [request, *([document(random)] if random.random() < 0.25 else [])]
     return requests
 
 

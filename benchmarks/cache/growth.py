@@ -135,8 +135,8 @@ def slope(points: Mapping[str, Any], side: str) -> float:
 
 
 def _growth_of(axis: Mapping[str, Any]) -> str:
-    found = ", ".join(f"{slope(axis['points'], side):.2f} for {side}" for side in _sides(axis))
-    return f"The time grows with this power of the {axis['title']} (0: not at all; 1: in proportion): {found}."
+    slopes = ", ".join(f"{slope(axis['points'], side):.2f} for {side}" for side in _sides(axis))
+    return f"The time grows with this power of the {axis['title']} (0: not at all; 1: in proportion): {slopes}."
 
 
 def draw_plot(record: Mapping[str, Any], path: Path) -> None:
@@ -147,8 +147,8 @@ def draw_plot(record: Mapping[str, Any], path: Path) -> None:
             values = [int(value) for value in axis["points"]]
             slowest = 0.0
             for side in _sides(axis):
-                turns = [[1e6 * each for each in point["sides"][side]["seconds"]] for point in axis["points"].values()]
-                place.loglog(values, [statistics.median(each) for each in turns], label=side, **STYLES[side])
+                turns = [[1e6 * time for time in point["sides"][side]["seconds"]] for point in axis["points"].values()]
+                place.loglog(values, [statistics.median(times) for times in turns], label=side, **STYLES[side])
                 ends = [*map(min, turns)], [*map(max, turns)]
                 slowest = max(slowest, *ends[1])
                 place.fill_between(values, *ends, color=STYLES[side]["color"], alpha=0.15, linewidth=0)
@@ -156,20 +156,20 @@ def draw_plot(record: Mapping[str, Any], path: Path) -> None:
 
 
 @benchmark("cache_growth", write_report, cases="axes", plots={"cache_growth": draw_plot})
-@options.repeats(7, flag="--rounds", most=MAX_ROUNDS)
+@options.repeats(7, flag="--rounds", max_rounds=MAX_ROUNDS)
 @options.choose("--axis", "axes", (*standard_axes(), tiny_axis()))
 @options.peer
 def main(rounds: int, axes: Sequence[Axis], peer: Path) -> dict[str, Any]:
     """Measure steps as one size grows; write one JSON file, one page and a plot."""
-    found = {}
+    results = {}
     with (
         start_engines(ENGINES, peer) as engines,
         progress("measuring", rounds * sum(len(axis.cases) for axis in axes)) as advance,
     ):
         for axis in axes:
             points = {value: measure(case, engines, rounds, advance) for value, case in axis.cases.items()}
-            found[axis.name] = {"title": axis.title, "words": axis.words, "points": points}
-        return {"repeats": rounds, "versions": versions_of(engines), "axes": found}
+            results[axis.name] = {"title": axis.title, "words": axis.words, "points": points}
+        return {"repeats": rounds, "versions": versions_of(engines), "axes": results}
 
 
 if __name__ == "__main__":

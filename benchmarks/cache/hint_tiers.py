@@ -14,7 +14,7 @@ from kvframe_engine.tiers.stored_pages import StoredPages
 from kvframe_engine.tiers.tiers import Tiers
 
 from benchmarks.cache.eviction import POOLS, make_plan, make_policy_of
-from benchmarks.cache.hint_traces import HINTED, TRACES, Sent
+from benchmarks.cache.hint_traces import HINTED, TRACES, Arrival
 from kvframe import Hints, KVCacheManager
 from tests.support.stores import SHELVES, Shelf, ShelfStore
 
@@ -25,7 +25,7 @@ TIERED = ("no hints", "one-off", "sessions")
 """The hints with which tiers are replayed."""
 
 
-def replay_with_tiers(sent: Sequence[Sent], tier: str, hints: Callable[[Sent], Hints]) -> dict[str, int]:
+def replay_with_tiers(trace: Sequence[Arrival], tier: str, hints: Callable[[Arrival], Hints]) -> dict[str, int]:
     """Serve requests with a tier beside a small pool; return the tokens found, and the bytes written and brought back.
 
     Host memory is twice as large as the pool, and the store has no bound.
@@ -41,9 +41,9 @@ def replay_with_tiers(sent: Sequence[Sent], tier: str, hints: Callable[[Sent], H
     pages = None if tier == HOST else StoredPages(storage, stores, bytes(32), lambda: ["trace"])
     tiers = Tiers(manager, host, pages, bytes(32))
     num_hit_tokens = 0
-    for each in sent:
-        tokens, clock[0] = each.request.token_ids, each.seconds
-        prompt = tokens[: each.request.prompt_end]
+    for arrival in trace:
+        tokens, clock[0] = arrival.request.token_ids, arrival.seconds
+        prompt = tokens[: arrival.request.prompt_end]
         request: Any = SimpleNamespace(
             uses_prefix=True, forks_from=None, fetch=None, keeps_part=False,
             cache_tokens=prompt, token_ids=prompt, cache_salt="", input_sequences={}, num_prompt_tokens=len(prompt),
@@ -58,22 +58,22 @@ def replay_with_tiers(sent: Sequence[Sent], tier: str, hints: Callable[[Sent], H
         if not manager.extend("request", len(tokens)):
             raise RuntimeError("the pool is too small for a single request")
         manager.commit("request", tokens, len(tokens))
-        manager.free("request", hints=hints(each))
+        manager.free("request", hints=hints(arrival))
         tiers.flush(60)
     counts = tiers.stats()
     tiers.close()
-    written, brought = counts["host_blocks_stored"], counts["restored_blocks"][tier]
+    num_written, brought = counts["host_blocks_stored"], counts["restored_blocks"][tier]
     if tier != HOST:
-        written = counts["stores"][tier].bytes_written // plan.groups[0].page_bytes
-    return {"found": num_hit_tokens, "blocks_written": written, "blocks_brought": brought}
+        num_written = counts["stores"][tier].bytes_written // plan.groups[0].page_bytes
+    return {"found": num_hit_tokens, "blocks_written": num_written, "blocks_brought": brought}
 
 
 def run_tiers(name: str, size: int) -> dict[str, Any]:
     """Return what tiers do beside the smallest pool, with hints of some requests."""
     _, seconds, make = TRACES[name]
-    sent = make(size)
+    trace = make(size)
     sides = {
-        hinted: {tier: replay_with_tiers(sent, tier, partial(HINTED[hinted], seconds)) for tier in TIERS}
+        hinted: {tier: replay_with_tiers(trace, tier, partial(HINTED[hinted], seconds)) for tier in TIERS}
         for hinted in TIERED
     }
-    return {"prompt_tokens": sum(each.request.prompt_end for each in sent), "sides": sides}
+    return {"prompt_tokens": sum(arrival.request.prompt_end for arrival in trace), "sides": sides}

@@ -18,7 +18,7 @@ ONE_OFF, BATCH = Hints(keep_seconds=0), Hints(priority=1)
 
 
 @attrs.frozen
-class Sent:
+class Arrival:
     """A request of a trace: when it is sent, whether it is a turn, a document or of a batch; of a turn, whether it is
     the last one of its conversation, and the number of that.
     """  # noqa: D205
@@ -32,7 +32,7 @@ class Sent:
 
 def _turns(
     conversations: Sequence[Conversation], num_users: int, random: np.random.Generator, gap: Callable[[], float]
-) -> Iterator[Sent]:
+) -> Iterator[Arrival]:
     """Yield the turns of conversations; each of ``num_users`` users holds one conversation after the other."""
     rest = iter(enumerate(conversations))
     users = [(float(random.uniform(0, num_users)), user, next(rest), 0) for user in range(num_users)]
@@ -41,40 +41,40 @@ def _turns(
         seconds, user, (session, conversation), index = heapq.heappop(users)
         turn, is_last = conversation.turns[index], index + 1 == len(conversation.turns)
         request = TracedRequest(conversation.token_ids[: turn.end], turn.prompt_end)
-        yield Sent(seconds, "turn", request, is_last, session)
+        yield Arrival(seconds, "turn", request, is_last, session)
         following = next(rest, None) if is_last else (session, conversation)
         if following is not None:
             heapq.heappush(users, (seconds + gap(), user, following, 0 if is_last else index + 1))
 
 
-def _chats(size: int, random: np.random.Generator) -> Iterator[Sent]:
+def _chats(size: int, random: np.random.Generator) -> Iterator[Arrival]:
     lengths = attrs.evolve(LENGTHS["multi-turn"], shared=0, num_shared=0)
     return _turns(draw(lengths, size, LONGEST, 2), 48, random, lambda: float(random.exponential(48)))
 
 
-def _chats_and_documents(size: int) -> list[Sent]:
-    random, sent = np.random.default_rng(5), []
-    for each in _chats(size, random):
-        sent.append(each)
+def _chats_and_documents(size: int) -> list[Arrival]:
+    random, trace = np.random.default_rng(5), []
+    for arrival in _chats(size, random):
+        trace.append(arrival)
         if random.random() < 0.25:
-            sent.append(Sent(each.seconds, "document", document(random)))
-    return sent
+            trace.append(Arrival(arrival.seconds, "document", document(random)))
+    return trace
 
 
-def _agents(size: int) -> list[Sent]:
-    random, sent = np.random.default_rng(6), []
+def _agents(size: int) -> list[Arrival]:
+    random, trace = np.random.default_rng(6), []
     lengths = attrs.evolve(LENGTHS["multi-turn"], shared=0, num_shared=0, turns=(6, 16), more=300)
     conversations = draw(lengths, size // 2, LONGEST, 6)
-    for each in _turns(conversations, 24, random, lambda: float(random.uniform(5, 60))):
-        sent.append(each)
+    for arrival in _turns(conversations, 24, random, lambda: float(random.uniform(5, 60))):
+        trace.append(arrival)
         if random.random() < 0.25:
-            sent.append(Sent(each.seconds, "document", document(random)))
-    return sent
+            trace.append(Arrival(arrival.seconds, "document", document(random)))
+    return trace
 
 
-def _rewriting_agents(size: int) -> list[Sent]:
+def _rewriting_agents(size: int) -> list[Arrival]:
     random, num_agents, session = np.random.default_rng(9), 24, 0
-    sent: list[Sent] = []
+    trace: list[Arrival] = []
 
     def text(median: int) -> Tokens[int]:
         return draw_tokens(random, max(8, round(median * float(np.exp(0.7 * random.standard_normal())))))
@@ -83,7 +83,7 @@ def _rewriting_agents(size: int) -> list[Sent]:
     agents = [(float(random.uniform(0, num_agents)), agent) for agent in range(num_agents)]
     contexts, num_left, sessions = [system] * num_agents, [0] * num_agents, [0] * num_agents
     heapq.heapify(agents)
-    while len(sent) < 6 * size:
+    while len(trace) < 6 * size:
         seconds, agent = heapq.heappop(agents)
         if not num_left[agent]:
             session += 1
@@ -92,26 +92,26 @@ def _rewriting_agents(size: int) -> list[Sent]:
         num_left[agent] -= 1
         prompt, reply = contexts[agent], text(370)
         request = TracedRequest(prompt + reply, len(prompt))
-        sent.append(Sent(seconds, "turn", request, not num_left[agent], sessions[agent]))
+        trace.append(Arrival(seconds, "turn", request, not num_left[agent], sessions[agent]))
         if random.random() < 0.25:
-            sent.append(Sent(seconds, "document", document(random)))
+            trace.append(Arrival(seconds, "document", document(random)))
         longer = prompt + reply + text(400)
         contexts[agent] = longer if len(longer) <= 10_000 else system + draw_tokens(random, 1_200)
         heapq.heappush(agents, (seconds + float(random.uniform(5, 60)), agent))
-    return sent
+    return trace
 
 
-def _batch_beside_chats(size: int) -> list[Sent]:
-    random, sent = np.random.default_rng(7), []
+def _batch_beside_chats(size: int) -> list[Arrival]:
+    random, trace = np.random.default_rng(7), []
     texts = [draw_tokens(random, 2_048) for _ in range(64)]
-    for index, each in enumerate(_chats(size, random)):
-        sent.append(each)
+    for index, arrival in enumerate(_chats(size, random)):
+        trace.append(arrival)
         if index % 200 >= 100:  # a batch runs half of the time
-            sent.append(Sent(each.seconds, "batch", on_one_of(random, texts)))
-    return sent
+            trace.append(Arrival(arrival.seconds, "batch", on_one_of(random, texts)))
+    return trace
 
 
-TRACES: Mapping[str, tuple[str, float, Callable[[int], list[Sent]]]] = {
+TRACES: Mapping[str, tuple[str, float, Callable[[int], list[Arrival]]]] = {
     "chats": (
         "48 users chat, and answer after 48 seconds on average (exponential), and after every fourth turn a one-off "
         "document; turns hint 150 seconds, within which 96 % of the next turns come",
@@ -140,29 +140,29 @@ TRACES: Mapping[str, tuple[str, float, Callable[[int], list[Sent]]]] = {
 """By name, a trace in words, for how many seconds its turns are kept, and the function that draws it."""
 
 
-def _last_or_kept(seconds: float, sent: Sent) -> Hints:
-    return ONE_OFF if sent.is_last else Hints(keep_seconds=seconds)
+def _last_or_kept(seconds: float, arrival: Arrival) -> Hints:
+    return ONE_OFF if arrival.is_last else Hints(keep_seconds=seconds)
 
 
-HINTED: Mapping[str, Callable[[float, Sent], Hints]] = {
-    "no hints": lambda seconds, sent: NO_HINTS,
-    "one-off": lambda seconds, sent: ONE_OFF if sent.kind == "document" else NO_HINTS,
-    "batch": lambda seconds, sent: BATCH if sent.kind == "batch" else NO_HINTS,
-    "turns": lambda seconds, sent: Hints(keep_seconds=seconds) if sent.kind == "turn" else NO_HINTS,
-    "all": lambda seconds, sent: {
+HINTED: Mapping[str, Callable[[float, Arrival], Hints]] = {
+    "no hints": lambda seconds, arrival: NO_HINTS,
+    "one-off": lambda seconds, arrival: ONE_OFF if arrival.kind == "document" else NO_HINTS,
+    "batch": lambda seconds, arrival: BATCH if arrival.kind == "batch" else NO_HINTS,
+    "turns": lambda seconds, arrival: Hints(keep_seconds=seconds) if arrival.kind == "turn" else NO_HINTS,
+    "all": lambda seconds, arrival: {
         "document": ONE_OFF,
         "batch": BATCH,
-        "turn": _last_or_kept(seconds, sent),
-    }[sent.kind],
-    "sessions": lambda seconds, sent: {
+        "turn": _last_or_kept(seconds, arrival),
+    }[arrival.kind],
+    "sessions": lambda seconds, arrival: {
         "document": ONE_OFF,
         "batch": BATCH,
-        "turn": attrs.evolve(_last_or_kept(seconds, sent), session_id=str(sent.session)),
-    }[sent.kind],
-    "no times": lambda seconds, sent: {
+        "turn": attrs.evolve(_last_or_kept(seconds, arrival), session_id=str(arrival.session)),
+    }[arrival.kind],
+    "no times": lambda seconds, arrival: {
         "document": ONE_OFF,
         "batch": BATCH,
-        "turn": Hints(keep_seconds=0 if sent.is_last else None, session_id=str(sent.session)),
-    }[sent.kind],
+        "turn": Hints(keep_seconds=0 if arrival.is_last else None, session_id=str(arrival.session)),
+    }[arrival.kind],
 }
 """Which requests have hints. In ``all``, senders also say that a conversation is over."""

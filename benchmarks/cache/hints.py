@@ -22,7 +22,7 @@ from kvframe_engine.tiers.move import HOST
 from benchmarks.cache.eviction import BOUND, COUNTED_FROM, block_ids, make_plan, make_policy_of, most_found
 from benchmarks.cache.eviction_traces import LONGEST
 from benchmarks.cache.hint_tiers import TIERED, TIERS, run_tiers
-from benchmarks.cache.hint_traces import HINTED, TRACES, Sent
+from benchmarks.cache.hint_traces import HINTED, TRACES, Arrival
 from benchmarks.harness import options
 from benchmarks.harness.pages import heading, page, table
 from benchmarks.harness.record import benchmark
@@ -35,40 +35,40 @@ POOLS = (64 * 1024, 128 * 1024, 256 * 1024)
 """The cache's capacities in tokens."""
 
 
-def replay(sent: Sequence[Sent], policy: str, num_tokens: int, hints: Callable[[Sent], Hints]) -> dict[str, Any]:
+def replay(trace: Sequence[Arrival], policy: str, num_tokens: int, hints: Callable[[Arrival], Hints]) -> dict[str, Any]:
     """Serve requests one after the other; return what the counted ones found, by kind, and the processor seconds."""
     clock = [0.0]
     plan = make_plan(num_tokens)
     manager = KVCacheManager(plan, max_num_seqs=1, eviction=make_policy_of(policy), now=lambda: clock[0])
-    first, found, began = int(COUNTED_FROM * len(sent)), Counter[str](), time.process_time()
-    for index, each in enumerate(sent):
-        request, clock[0] = each.request, each.seconds
+    first, hits, began = int(COUNTED_FROM * len(trace)), Counter[str](), time.process_time()
+    for index, arrival in enumerate(trace):
+        request, clock[0] = arrival.request, arrival.seconds
         hit = manager.start("request", request.token_ids[: request.prompt_end])
         if not manager.extend("request", len(request.token_ids)):
             raise RuntimeError("the pool is too small for a single request")
         manager.commit("request", request.token_ids, len(request.token_ids))
-        manager.free("request", hints=hints(each))
+        manager.free("request", hints=hints(arrival))
         if index >= first:
-            found[each.kind] += hit
-    return {"found": dict(found), "seconds": time.process_time() - began}
+            hits[arrival.kind] += hit
+    return {"found": dict(hits), "seconds": time.process_time() - began}
 
 
 def run(name: str, size: int) -> dict[str, Any]:
     """Return what is found of a trace in pools of all sizes, with hints of some requests."""
     words, seconds, make = TRACES[name]
-    sent = make(size)
-    first, requests = int(COUNTED_FROM * len(sent)), [each.request for each in sent]
-    blocks, counted = block_ids(requests), Counter[str]()
-    for each in sent[first:]:
-        counted[each.kind] += each.request.prompt_end
+    trace = make(size)
+    first, requests = int(COUNTED_FROM * len(trace)), [arrival.request for arrival in trace]
+    blocks, totals = block_ids(requests), Counter[str]()
+    for arrival in trace[first:]:
+        totals[arrival.kind] += arrival.request.prompt_end
     pools = {}
     for num_tokens in POOLS:
-        sides: dict[str, Any] = {"lru": replay(sent, "lru", num_tokens, lambda each: NO_HINTS)}
+        sides: dict[str, Any] = {"lru": replay(trace, "lru", num_tokens, lambda arrival: NO_HINTS)}
         for hinted, hints_of in HINTED.items():
-            sides[hinted] = replay(sent, "scan_resistant", num_tokens, partial(hints_of, seconds))
+            sides[hinted] = replay(trace, "scan_resistant", num_tokens, partial(hints_of, seconds))
         sides[BOUND] = {"found": {"all": most_found(requests, blocks, num_tokens, first)}}
         pools[str(num_tokens)] = sides
-    return {"words": words, "requests": len(sent), "counted": dict(counted), "pools": pools}
+    return {"words": words, "requests": len(trace), "counted": dict(totals), "pools": pools}
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------------
@@ -77,10 +77,10 @@ def run(name: str, size: int) -> dict[str, Any]:
 def wait(policy: str, size: int) -> dict[str, Any]:
     """Serve a batch and urgent requests that come meanwhile; return the steps from arrival to the first token."""
     random, steps = np.random.default_rng(8), [0]
-    chosen = FCFS if policy == "fcfs" else load_plugins().registry.scheduling_policies.load(policy)()
+    scheduling_policy = FCFS if policy == "fcfs" else load_plugins().registry.scheduling_policies.load(policy)()
     manager = KVCacheManager(make_plan(64 * 1024), max_num_seqs=32)
-    made: Scheduler[Request] = Scheduler(
-        manager, max_num_seqs=32, max_num_batched_tokens=2048, policy=chosen, now=lambda: 0.05 * steps[0]
+    scheduler: Scheduler[Request] = Scheduler(
+        manager, max_num_seqs=32, max_num_batched_tokens=2048, policy=scheduling_policy, now=lambda: 0.05 * steps[0]
     )
     arrivals: dict[str, int] = {}
     firsts: dict[str, int] = {}
@@ -93,18 +93,18 @@ def wait(policy: str, size: int) -> dict[str, Any]:
             Request.create(name, tokens, params, eos_token_ids=frozenset(), max_model_len=LONGEST, hints=hints)
         )
         arrivals[name] = steps[0]
-        made.add(requests[-1])
+        scheduler.add(requests[-1])
 
     for _ in range(size // 2):
         add("batch", 2_000, 200, Hints(priority=1))
     began = time.process_time()
-    while made.has_work:
+    while scheduler.has_work:
         if random.random() < 0.05 and len(requests) < size:
             add("urgent", 500, 100, NO_HINTS)
-        step = made.schedule()
+        step = scheduler.schedule()
         steps[0] += 1
         if step is not None:
-            for request in made.complete(step, [7] * len(step.generating)):
+            for request in scheduler.complete(step, [7] * len(step.generating)):
                 firsts.setdefault(request.request_id, steps[0])
     waits = {
         kind: sorted(firsts[name] - arrivals[name] for name in firsts if name.startswith(kind))
@@ -113,9 +113,9 @@ def wait(policy: str, size: int) -> dict[str, Any]:
     return {
         "steps": steps[0],
         "seconds_a_step": (time.process_time() - began) / steps[0],
-        "preemptions": made.stats.preemptions,
-        "median": {kind: statistics.median(each) for kind, each in waits.items()},
-        "longest": {kind: each[-1] for kind, each in waits.items()},
+        "preemptions": scheduler.stats.preemptions,
+        "median": {kind: statistics.median(num_steps) for kind, num_steps in waits.items()},
+        "longest": {kind: num_steps[-1] for kind, num_steps in waits.items()},
     }
 
 
@@ -127,13 +127,13 @@ def write_report(record: Mapping[str, Any]) -> str:
     sides = ("lru", *HINTED)
     parts = []
     for name, trace in record["traces"].items():
-        counted = trace["counted"]
+        totals = trace["counted"]
         rows = []
         for pool, of_sides in trace["pools"].items():
-            best = 100 * of_sides[BOUND]["found"]["all"] / sum(counted.values())
-            of_all = [f"{100 * sum(of_sides[side]['found'].values()) / sum(counted.values()):.1f}" for side in sides]
+            best = 100 * of_sides[BOUND]["found"]["all"] / sum(totals.values())
+            of_all = [f"{100 * sum(of_sides[side]['found'].values()) / sum(totals.values()):.1f}" for side in sides]
             rows.append((f"{int(pool) // 1024} Ki", "all", *of_all, f"{best:.1f}"))
-            for kind, tokens in counted.items():
+            for kind, tokens in totals.items():
                 if kind != "document":
                     shares = [f"{100 * of_sides[side]['found'].get(kind, 0) / tokens:.1f}" for side in sides]
                     rows.append(("", kind, *shares, ""))
@@ -145,12 +145,12 @@ def write_report(record: Mapping[str, Any]) -> str:
     waiting = [
         (
             policy,
-            *(f"{each[figure][kind]:g}" for kind in ("urgent", "batch") for figure in ("median", "longest")),
-            f"{each['steps']:,}",
-            f"{each['preemptions']:,}",
-            f"{1e6 * each['seconds_a_step']:.0f}",
+            *(f"{result[figure][kind]:g}" for kind in ("urgent", "batch") for figure in ("median", "longest")),
+            f"{result['steps']:,}",
+            f"{result['preemptions']:,}",
+            f"{1e6 * result['seconds_a_step']:.0f}",
         )
-        for policy, each in record["waiting"].items()
+        for policy, result in record["waiting"].items()
     ]
     tiers = [
         (

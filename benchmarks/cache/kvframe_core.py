@@ -139,12 +139,12 @@ class KVFrame:
         """Decode a token of each request by the manager's methods for one request."""
         extend, commit = self._manager.extend, self._manager.commit
         for prompt, token in zip(self._prompts, token_ids, strict=True):
-            whole = prompt.token_ids
-            num_tokens = len(whole) + 1
+            prompt_ids = prompt.token_ids
+            num_tokens = len(prompt_ids) + 1
             if not extend(prompt.name, num_tokens):
                 raise Mistake("kvframe has no room")
-            whole.append(token)
-            commit(prompt.name, whole, num_tokens)
+            prompt_ids.append(token)
+            commit(prompt.name, prompt_ids, num_tokens)
 
     def record_events(self) -> Callable[[], Sequence[Any]]:
         """Record events from now on; return the function that takes those since its last call."""

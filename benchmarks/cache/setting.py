@@ -50,17 +50,17 @@ class Side:
     setting: Setting
 
 
-def sides(setting: Setting, *, forced: bool = False, each: bool = False) -> tuple[Side, ...]:
+def sides(setting: Setting, *, forced: bool = False, one_by_one: bool = False) -> tuple[Side, ...]:
     """Return the sides that do a case's work; the others are compared with the first.
 
-    kvframe also does it with a group for each layer (``forced``), and with a step's requests one by one (``each``).
+    kvframe also does it with a group for each layer if ``forced``, and with a step's requests ``one_by_one``.
     """
     settings = {KVFRAME: setting}
     if forced:
         settings[MORE_GROUPS] = apart(setting)
-    if each:
-        settings |= {name + ONE_BY_ONE: dataclasses.replace(kept, one_by_one=True) for name, kept in settings.items()}
-    return Side(VLLM, "vllm", setting), *(Side(name, "kvframe", kept) for name, kept in settings.items())
+    if one_by_one:
+        settings |= {name + ONE_BY_ONE: dataclasses.replace(base, one_by_one=True) for name, base in settings.items()}
+    return Side(VLLM, "vllm", setting), *(Side(name, "kvframe", variant) for name, variant in settings.items())
 
 
 def apart(setting: Setting) -> Setting:

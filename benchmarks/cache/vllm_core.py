@@ -111,13 +111,13 @@ class VLLM:
         self._manager.new_step_starts()
         for prompt in prompts:
             num_computed = prompt.num_computed_tokens
-            found: dict[str, Any] = {}
+            hit_options: dict[str, Any] = {}
             if prompt.request_id in self._found:
                 blocks, hit = self._found.pop(prompt.request_id)
-                found = {"num_new_computed_tokens": hit, "new_computed_blocks": blocks}
+                hit_options = {"num_new_computed_tokens": hit, "new_computed_blocks": blocks}
                 # The manager adds the hit to this number.
                 prompt.num_computed_tokens = 0
-            self._allocate(prompt, num_tokens - num_computed, **found)
+            self._allocate(prompt, num_tokens - num_computed, **hit_options)
             prompt.num_computed_tokens = num_tokens
 
     def compute(self, prompt: Request, chunk: int) -> int:
@@ -126,8 +126,8 @@ class VLLM:
             self.advance([prompt], min(start + chunk, prompt.num_tokens))
         return hit
 
-    def _allocate(self, prompt: Request, num_tokens: int, **found: Any) -> None:
-        if self._manager.allocate_slots(prompt, num_tokens, **found) is None:
+    def _allocate(self, prompt: Request, num_tokens: int, **hit_options: Any) -> None:
+        if self._manager.allocate_slots(prompt, num_tokens, **hit_options) is None:
             raise Mistake("vLLM has no room")
 
     def pass_through(self, prompt: Request) -> None:
@@ -157,7 +157,7 @@ class VLLM:
 
     def held(self, prompt: Request) -> list[tuple[int | None, list[int]]]:
         ids = self._manager.get_block_ids(prompt.request_id)
-        return [(window, list(found)) for window, found in zip(self._windows, ids, strict=True)]
+        return [(window, list(block_ids)) for window, block_ids in zip(self._windows, ids, strict=True)]
 
     def num_held(self) -> int:
         pool = self._manager.block_pool
@@ -166,7 +166,7 @@ class VLLM:
     def cached_states(self) -> list[int]:
         blocks = self._manager.block_pool.blocks
         groups = [index for index, window in enumerate(self._windows) if window == STATE]
-        return [each.block_id for each in blocks if each.block_hash and get_group_id(each.block_hash) in groups]
+        return [block.block_id for block in blocks if block.block_hash and get_group_id(block.block_hash) in groups]
 
     def lose(self, blocks: Sequence[int]) -> None:
         self._manager.block_pool.evict_blocks(set(blocks))

@@ -29,10 +29,10 @@ Turns = Generator[list[float], bool, Facts]
 checks the core and returns facts about it."""
 
 
-def expect(expected: Any, found: Any, what: str) -> None:
+def expect(expected: Any, actual: Any, what: str) -> None:
     """Raise ``Mistake`` if two values differ."""
-    if found != expected:
-        raise Mistake(f"{what}: {found} instead of {expected}")
+    if actual != expected:
+        raise Mistake(f"{what}: {actual} instead of {expected}")
 
 
 @dataclass(frozen=True)
@@ -141,19 +141,19 @@ def decode(
         seconds = [cycle() for _ in range(num_cycles)]
     ids: list[int] = []
     for prompt, tokens in zip(prompts, texts, strict=True):
-        held = core.held(prompt)
-        for window, block_ids in held:
+        held_blocks = core.held(prompt)
+        for window, block_ids in held_blocks:
             first = 0 if window is None else max(0, len(tokens) - core.release_lag - window + 1) // BLOCK_SIZE
-            found = [index for index, block_id in enumerate(block_ids) if block_id]
+            held_indices = [index for index, block_id in enumerate(block_ids) if block_id]
             what = f"blocks held of {len(tokens)} tokens, window {window}"
-            expect([*range(first, -(-len(tokens) // BLOCK_SIZE))], found, what)
+            expect([*range(first, -(-len(tokens) // BLOCK_SIZE))], held_indices, what)
             ids += filter(None, block_ids)
     expect(len(ids), len(set(ids)), "different blocks of all requests")
     expect(len(ids), core.num_held(), "blocks held")
     for tokens in texts[:BLOCK_SIZE]:
-        whole = len(tokens) // BLOCK_SIZE * BLOCK_SIZE
-        expect(whole, client.find([*tokens, 0]), f"tokens found of {len(tokens)}")
-    return {"num_groups": len(held), "num_held": len(ids)}
+        num_full_tokens = len(tokens) // BLOCK_SIZE * BLOCK_SIZE
+        expect(num_full_tokens, client.find([*tokens, 0]), f"tokens found of {len(tokens)}")
+    return {"num_groups": len(held_blocks), "num_held": len(ids)}
 
 
 @work(
@@ -162,12 +162,12 @@ def decode(
 )
 def serve(core: Core, setting: Setting, *, length: int, num_calls: int, num_before: int) -> Turns:
     """Serve ``num_calls`` requests in a turn, after ``num_before`` ones; each is computed in one step."""
-    client, passed = Client(core, setting), list[TokenIds]()
+    client, texts = Client(core, setting), list[TokenIds]()
 
     def serve_some(num_requests: int) -> list[float]:
-        drawn = [client.draw(length) for _ in range(num_requests)]
-        passed.extend(drawn)
-        prompts = [core.prepare([*tokens]) for tokens in drawn]
+        new_texts = [client.draw(length) for _ in range(num_requests)]
+        texts.extend(new_texts)
+        prompts = [core.prepare([*tokens]) for tokens in new_texts]
         return [timed(partial(core.pass_through, prompt))[0] for prompt in prompts]
 
     seconds = serve_some(num_before)
@@ -175,10 +175,10 @@ def serve(core: Core, setting: Setting, *, length: int, num_calls: int, num_befo
         seconds = serve_some(num_calls)
     # The newest prompts are found, as many as fit into the pool, and no other one.
     num_kept = (setting.num_blocks - 1) // (length // BLOCK_SIZE) if setting.caching else 0
-    num_kept = min(num_kept, len(passed))
-    found = [client.find(tokens) for tokens in passed]
-    expect([False] * (len(found) - num_kept) + [True] * num_kept, [hit > 0 for hit in found], "prompts found")
-    expect((length - 1) // BLOCK_SIZE * BLOCK_SIZE * setting.caching, found[-1], "tokens found")
+    num_kept = min(num_kept, len(texts))
+    hits = [client.find(tokens) for tokens in texts]
+    expect([False] * (len(hits) - num_kept) + [True] * num_kept, [hit > 0 for hit in hits], "prompts found")
+    expect((length - 1) // BLOCK_SIZE * BLOCK_SIZE * setting.caching, hits[-1], "tokens found")
     expect(0, core.num_held(), "blocks held")
     return {}
 
@@ -196,10 +196,10 @@ def look_up(core: Core, setting: Setting, *, length: int, num_prompts: int, num_
         client.serve(tokens)
     seconds: list[float] = []
     while (yield seconds):
-        wanted = [cached[index % num_prompts] if cached else [*client.draw(length), 0] for index in range(num_calls)]
-        found = [client.look_up(tokens) for tokens in wanted]
-        expect({length if cached else 0}, {hit for _, hit in found}, "tokens found")
-        seconds = [each for each, _ in found]
+        prompts = [cached[index % num_prompts] if cached else [*client.draw(length), 0] for index in range(num_calls)]
+        lookups = [client.look_up(tokens) for tokens in prompts]
+        expect({length if cached else 0}, {hit for _, hit in lookups}, "tokens found")
+        seconds = [duration for duration, _ in lookups]
     expect(0, core.num_held(), "blocks held")
     return {}
 

@@ -29,11 +29,11 @@ def begin(client: Client, tokens: TokenIds, expected: int) -> Any:
 
 def _limits_of_turns(sizes: Any) -> dict[str, Any]:
     """Return a pool for what the conversation keeps and two turns more, so that most of the reasoning is evicted."""
-    kept, num_turns = sizes["length"] + sizes["answered"], sizes["num_turns"] + MAX_ROUNDS
+    num_kept, num_turns = sizes["length"] + sizes["answered"], sizes["num_turns"] + MAX_ROUNDS
     return {
         "windows": hybrid(1, sizes["window"]),
-        "num_blocks": 2 * (num_turns * kept + 2 * (kept + sizes["reasoned"])) // BLOCK_SIZE + 1,
-        "max_model_len": (num_turns + 2) * kept + sizes["reasoned"] + 2048,
+        "num_blocks": 2 * (num_turns * num_kept + 2 * (num_kept + sizes["reasoned"])) // BLOCK_SIZE + 1,
+        "max_model_len": (num_turns + 2) * num_kept + sizes["reasoned"] + 2048,
     }
 
 
@@ -48,24 +48,24 @@ def turns(
     core: Core, setting: Setting, *, length: int, num_turns: int, reasoned: int, answered: int, window: int
 ) -> Turns:
     """Continue a conversation after ``num_turns`` turns; each next prompt leaves its reasoning out."""
-    client, kept, first = Client(core, setting), TokenIds(), TokenIds()
+    client, history, first = Client(core, setting), TokenIds(), TokenIds()
 
     def draw() -> tuple[TokenIds, TokenIds]:
         return client.draw(length), client.draw(reasoned + answered)
 
     def keep(question: TokenIds, reply: TokenIds) -> None:
         first.extend([] if first else [*question, *reply])
-        kept.extend([*question, *reply[reasoned:]])
+        history.extend([*question, *reply[reasoned:]])
 
     for _ in range(num_turns):
         question, reply = draw()
-        client.serve([*kept, *question, *reply])
+        client.serve([*history, *question, *reply])
         keep(question, reply)
 
     def turn() -> list[float]:
         question, reply = draw()
-        prompt = begin(client, [*kept, *question], len(kept) - answered)
-        core.advance([prompt], len(kept) + length)
+        prompt = begin(client, [*history, *question], len(history) - answered)
+        core.advance([prompt], len(history) + length)
         core.generate_from([prompt])
         steps = [timed(partial(core.step, [token]))[0] for token in reply]
         core.let_go(prompt)
@@ -75,7 +75,7 @@ def turns(
     seconds = turn()
     while (yield seconds):
         seconds = turn()
-    expect(len(kept) - answered, client.find([*kept, 0]), "tokens found of the conversation")
+    expect(len(history) - answered, client.find([*history, 0]), "tokens found of the conversation")
     expect(True, client.find([*first, 0]) <= length, "the oldest reasoning is evicted")
     expect(0, core.num_held(), "blocks held")
     return {}
@@ -155,13 +155,13 @@ def far_state(core: Core, setting: Setting, *, length: int, first: int, num_call
     client.serve(tokens[:first], chunk)
     early = core.cached_states()
     client.serve(tokens, chunk)
-    late = [each for each in core.cached_states() if each not in set(early)]
+    late = [block_id for block_id in core.cached_states() if block_id not in set(early)]
     expect(True, bool(early and late), "early and late states cached")
     core.lose(late)
     seconds: list[float] = []
     while (yield seconds):
-        found = [client.look_up([*tokens, 0]) for _ in range(num_calls)]
-        expect({first}, {hit for _, hit in found}, "tokens found up to the nearest state")
-        seconds = [each for each, _ in found]
+        lookups = [client.look_up([*tokens, 0]) for _ in range(num_calls)]
+        expect({first}, {hit for _, hit in lookups}, "tokens found up to the nearest state")
+        seconds = [duration for duration, _ in lookups]
     expect(0, core.num_held(), "blocks held")
     return {}

@@ -70,27 +70,27 @@ def measure(batch: Batch, engines: Engines, repeats: int, advance: Callable[[int
         return (prompts[:WARM_PROMPTS], WARM_TOKENS) if repeat < 0 else (prompts, batch.num_new_tokens)
 
     served = serve_by_turns(batch.name, engines, repeats, draw, advance, are_equal=batch.dtype == "float32")
-    found = {name: in_columns(_figures(batch, each) for each in rounds) for name, rounds in served.items()}
-    if VLLM in found:
-        for each in found.values():
-            each["times_as_fast_as_vllm"] = ratios(found[VLLM]["seconds"], each["seconds"])
-            if "host_ms" in each:
-                each["host_beside_vllm"] = ratios(each["host_ms"], found[VLLM]["host_ms"])
-    return {"batch": attrs.asdict(batch), "systems": found}
+    systems = {name: in_columns(_figures(batch, result) for result in rounds) for name, rounds in served.items()}
+    if VLLM in systems:
+        for columns in systems.values():
+            columns["times_as_fast_as_vllm"] = ratios(systems[VLLM]["seconds"], columns["seconds"])
+            if "host_ms" in columns:
+                columns["host_beside_vllm"] = ratios(columns["host_ms"], systems[VLLM]["host_ms"])
+    return {"batch": attrs.asdict(batch), "systems": systems}
 
 
 def _figures(batch: Batch, served: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of one turn."""
-    found = {
+    row = {
         "seconds": served["seconds"],
         "cpu_seconds": served["cpu_seconds"],
         "generated_per_second": batch.num_prompts * batch.num_new_tokens / served["seconds"],
         "prompts_per_second": batch.num_prompts * batch.shortest / served["first_seconds"],
     }
     if "steps" in served:
-        found["prompts_attention"] = served["first_attention_seconds"] / served["first_seconds"]
-        found |= {f"{part}_ms": 1e3 * statistics.median(times) for part, times in served["steps"].items()}
-    return {**{name: value for name, value in found.items() if value}, "equal_prompts": served["equal_prompts"]}
+        row["prompts_attention"] = served["first_attention_seconds"] / served["first_seconds"]
+        row |= {f"{part}_ms": 1e3 * statistics.median(times) for part, times in served["steps"].items()}
+    return {**{name: value for name, value in row.items() if value}, "equal_prompts": served["equal_prompts"]}
 
 
 COLUMNS: dict[str, Column] = {
@@ -125,7 +125,7 @@ def _section(measured: Mapping[str, Any]) -> Iterator[str]:
     yield figures(systems, COLUMNS)
     if VLLM not in systems:
         return
-    ours, theirs = ({key: statistics.median(each) for key, each in systems[name].items()} for name in (KVFRAME, VLLM))
+    ours, theirs = ({key: statistics.median(turns) for key, turns in systems[name].items()} for name in (KVFRAME, VLLM))
     step, attention, host = (ours[key] - theirs[key] for key in ("step_ms", "attention_ms", "host_ms"))
     yield (
         f"kvframe is {ours['times_as_fast_as_vllm']:.2f} times as fast as vLLM, and the host's share is "
@@ -145,9 +145,9 @@ def main(repeats: int, threads: int, workloads: Sequence[Batch], peer: Path) -> 
     models.silence_transformers()
     systems = [name for batch in workloads for name in batch.systems]
     with start_servers(systems, threads, peer, KEEPS_MEMORY) as engines:
-        found = measure_each(workloads, repeats + 1, lambda each, advance: measure(each, engines, repeats, advance))
+        results = measure_each(workloads, repeats + 1, lambda batch, advance: measure(batch, engines, repeats, advance))
         versions = {name: engine.versions for name, engine in engines.items() if "," not in name}
-    return {"repeats": repeats, "versions": versions, "workloads": found}
+    return {"repeats": repeats, "versions": versions, "workloads": results}
 
 
 if __name__ == "__main__":

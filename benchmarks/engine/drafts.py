@@ -145,7 +145,7 @@ def _measure(text: Text, engines: Engines, repeats: int, advance: Callable[[int]
     drafts = dict.fromkeys(("draft_tokens", "accepted_draft_tokens"), 0)
     for first in range(0, repeats, ROUNDS_OF_LOAD):
         load(engines, setting, max_drafts=MAX_DRAFTS, draft_model=draft_model)
-        found = serve_by_turns(
+        results = serve_by_turns(
             f"{text.name}, {text.num_prompts}",
             engines,
             min(ROUNDS_OF_LOAD, repeats - first),
@@ -154,12 +154,12 @@ def _measure(text: Text, engines: Engines, repeats: int, advance: Callable[[int]
             # A random number at the border between two tokens may choose the other one in another batch.
             are_equal=not text.temperature,
         )
-        for name, rounds in found.items():
+        for name, rounds in results.items():
             served[name] += rounds
         for name in drafts:
-            drafts[name] += found[text.drafting][-1][name]
+            drafts[name] += results[text.drafting][-1][name]
     num_tokens = text.num_prompts * text.num_new_tokens
-    seconds = {name: [each["seconds"] for each in rounds] for name, rounds in served.items()}
+    seconds = {name: [result["seconds"] for result in rounds] for name, rounds in served.items()}
     return {
         "tokens_per_second": {name: [num_tokens / took for took in times] for name, times in seconds.items()},
         "times_as_fast": {
@@ -179,7 +179,7 @@ def write_report(record: Mapping[str, Any]) -> str:
 
     def section(batches: Mapping[str, Any]) -> Iterator[str]:
         name = next(names)
-        text = next(each for each in TEXTS if each.name == name)
+        text = next(text for text in TEXTS if text.name == name)
         yield f"Prompts are {text.what}. Aim: {text.aim} times as fast as without drafts."
         rows = {
             batch: {
@@ -208,8 +208,8 @@ def main(repeats: int, threads: int, texts: Sequence[Text]) -> dict[str, Any]:
     """Measure texts that repeat themselves and texts that do not, at several numbers of requests."""
     num_rounds = len(BATCHES) * (repeats + -(-repeats // ROUNDS_OF_LOAD))
     with start_servers([name for text in texts for name in text.systems], threads, variables=ON_LARGE_PAGES) as engines:
-        found = measure_each(texts, num_rounds, lambda each, advance: measure(each, engines, repeats, advance))
-    return {"repeats": repeats, "texts": found}
+        results = measure_each(texts, num_rounds, lambda text, advance: measure(text, engines, repeats, advance))
+    return {"repeats": repeats, "texts": results}
 
 
 if __name__ == "__main__":

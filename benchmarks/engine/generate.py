@@ -40,14 +40,14 @@ def measure(workload: Workload, engines: Engines, repeats: int, advance: Callabl
 
     served = serve_by_turns(workload.name, engines, repeats, draw, advance)
     num_tokens = workload.num_prompts * workload.num_new_tokens
-    speeds = {name: [num_tokens / each["seconds"] for each in rounds] for name, rounds in served.items()}
+    speeds = {name: [num_tokens / result["seconds"] for result in rounds] for name, rounds in served.items()}
     return {
         "batch": attrs.asdict(workload),
         "model": Path(setting.path).name,
         "tokens_per_second": speeds,
         "cache_bytes": {name: rounds[-1]["cache_bytes"] for name, rounds in served.items()},
         "times_as_fast": {
-            name: statistics.median(ratios(speeds[KVFRAME], each)) for name, each in speeds.items() if name != KVFRAME
+            name: statistics.median(ratios(speeds[KVFRAME], speed)) for name, speed in speeds.items() if name != KVFRAME
         },
     }
 
@@ -90,8 +90,8 @@ def _section(measured: Mapping[str, Any]) -> Iterator[str]:
 def main(repeats: int, threads: int, workloads: Sequence[Workload]) -> dict[str, Any]:
     """Measure the workloads; write one JSON file and one page."""
     with start_servers((KVFRAME, GENERATE, CONTINUOUS), threads) as engines:
-        found = measure_each(workloads, repeats + 1, lambda each, advance: measure(each, engines, repeats, advance))
-    return {"repeats": repeats, "workloads": found}
+        results = measure_each(workloads, repeats + 1, lambda batch, advance: measure(batch, engines, repeats, advance))
+    return {"repeats": repeats, "workloads": results}
 
 
 if __name__ == "__main__":

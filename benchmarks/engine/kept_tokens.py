@@ -96,15 +96,15 @@ def write_report(record: Mapping[str, Any]) -> str:
 @click.option("--budget", default=1024, help="Tokens of the prompt that are kept.")
 def main(repeats: int, threads: int, num_tokens: int, num_new: int, budget: int) -> dict[str, Any]:
     """Measure both by turns, in one process."""
-    found: dict[str, dict[str, list[float]]] = {way: {name: [] for name in ROWS} for way in ("whole", "part")}
+    values_by_way: dict[str, dict[str, list[float]]] = {way: {name: [] for name in ROWS} for way in ("whole", "part")}
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder, num_tokens)
-        with start(folder, num_tokens, None) as whole, start(folder, num_tokens, budget) as part:
+        with start(folder, num_tokens, None) as whole_engine, start(folder, num_tokens, budget) as part_engine:
             for _ in range(repeats):
-                for way, engine in (("whole", whole), ("part", part)):
+                for way, engine in (("whole", whole_engine), ("part", part_engine)):
                     for name, value in measure(engine, num_tokens, num_new).items():
-                        found[way][name].append(value)
-    return {"num_tokens": num_tokens, "num_new": num_new, "budget": budget, "repeats": repeats, **found}
+                        values_by_way[way][name].append(value)
+    return {"num_tokens": num_tokens, "num_new": num_new, "budget": budget, "repeats": repeats, **values_by_way}
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ class KVFrame(SteppedEngine):
     def step(self) -> list[tuple[int, list[int]]]:
         """Run a step."""
         outputs = self._engine.step()
-        assert all(each.error is None for each in outputs), [each.error for each in outputs]
-        return [(self._numbers[each.request_id], list(each.new_token_ids)) for each in outputs]
+        assert all(output.error is None for output in outputs), [output.error for output in outputs]
+        return [(self._numbers[output.request_id], list(output.new_token_ids)) for output in outputs]
 
     def serve(self, prompts: Prompts, num_new_tokens: int) -> Served:
         """Serve a batch. The cache's bytes and the drafts are counted since the model was loaded."""
@@ -206,18 +206,18 @@ class ContinuousBatching(Transformers):
         names = self._manager.add_requests(
             inputs=[list(prompt) for prompt in prompts], max_new_tokens=num_new_tokens, record_timestamps=True
         )
-        found: dict[str, Any] = {}
-        while len(found) < len(names):
+        results: dict[str, Any] = {}
+        while len(results) < len(names):
             result = self._manager.get_result(timeout=1)
             if result is None:
                 assert self._manager.is_running(), "the generation thread ended"
             elif result.is_finished():
                 assert result.error is None, result.error
-                found[result.request_id] = result
+                results[result.request_id] = result
         seconds = {"seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu}
-        waits = [found[name].timestamps[0] - start for name in names]
+        waits = [results[name].timestamps[0] - start for name in names]
         return {
-            "tokens": [list(found[name].generated_tokens) for name in names],
+            "tokens": [list(results[name].generated_tokens) for name in names],
             **seconds,
             "first_seconds": max(waits),
             "waits": waits,
@@ -236,6 +236,6 @@ def load(system: str, answers: type[Answers] = Answers) -> tuple[dict[str, str],
 
     def make(settings: Sequence[Setting]) -> Sequence[BatchEngine]:
         torch.cuda.empty_cache()  # The models of the last question were released.
-        return make_sharing(settings) if package == "kvframe" else [transformers(each) for each in settings]
+        return make_sharing(settings) if package == "kvframe" else [transformers(setting) for setting in settings]
 
     return answers.of(make, package)

@@ -135,7 +135,7 @@ def measure(workload: Steps, num_steps: int, advance: Callable[[int], object]) -
         "prompt_len": workload.shortest,
         "backends": backends,
         "is_compiled": workload.is_compiled,
-        "steps": {kind: _in_columns(found) for kind, found in steps.items()},
+        "steps": {kind: _in_columns(kind_steps) for kind, kind_steps in steps.items()},
     }
 
 
@@ -167,17 +167,17 @@ def write_report(record: Mapping[str, Any]) -> str:
 
 def _steps(steps: Mapping[str, Any]) -> str:
     kinds, parts = ("decode", "prefill"), [part for part in steps["decode"] if part not in ("tokens", "host_share")]
-    totals = {kind: [sum(each) for each in zip(*(steps[kind][part] for part in parts), strict=True)] for kind in kinds}
+    totals = {kind: [sum(step) for step in zip(*(steps[kind][part] for part in parts), strict=True)] for kind in kinds}
     rows = [[part] for part in parts]
-    whole, host = ["the step"], ["all but attention and the model"]
+    step_row, host_row = ["the step"], ["all but attention and the model"]
     for kind in kinds:
         for part, row in zip(parts, rows, strict=True):
             seconds = steps[kind][part]
-            share = statistics.median(one / total for one, total in zip(seconds, totals[kind], strict=True))
+            share = statistics.median(part_time / total for part_time, total in zip(seconds, totals[kind], strict=True))
             row += [spread(seconds, "{:,.3f}", scale=1000), f"{100 * share:.1f} %"]
-        whole += [spread(totals[kind], "{:,.3f}", scale=1000), "100 %"]
-        host += ["", f"{100 * steps[kind]['host_share']:.1f} %"]
-    return table(("", "decode, ms", "share", "prompts, ms", "share"), [*rows, whole, host])
+        step_row += [spread(totals[kind], "{:,.3f}", scale=1000), "100 %"]
+        host_row += ["", f"{100 * steps[kind]['host_share']:.1f} %"]
+    return table(("", "decode, ms", "share", "prompts, ms", "share"), [*rows, step_row, host_row])
 
 
 @benchmark("step_profile", write_report, cases="workloads")
@@ -186,8 +186,8 @@ def _steps(steps: Mapping[str, Any]) -> str:
 @options.choose("--workload", "workloads", WORKLOADS)
 def main(steps: int, threads: int, workloads: Sequence[Steps]) -> dict[str, Any]:
     """Measure the workloads; write one JSON file and one page."""
-    found = measure_each(workloads, 1, lambda each, advance: measure(each, steps, advance))
-    return {"repeats": steps, "workloads": found}
+    results = measure_each(workloads, 1, lambda batch, advance: measure(batch, steps, advance))
+    return {"repeats": steps, "workloads": results}
 
 
 if __name__ == "__main__":

@@ -137,12 +137,12 @@ def measure(
             return {key: alone[key] for key in ("seconds", "first_seconds")}
 
         turns = counted(by_turns(SYSTEMS, repeats, run, advance, warm_up=True))
-    found = {name: in_columns(rounds) for name, rounds in turns.items()}
-    for each in found.values():
-        each["tokens_per_second"] = [batch.num_prompts * num_new_tokens / seconds for seconds in each["seconds"]]
-        each["share_of_engine"] = ratios(found[ALONE]["seconds"], each["seconds"])
+    systems = {name: in_columns(rounds) for name, rounds in turns.items()}
+    for columns in systems.values():
+        columns["tokens_per_second"] = [batch.num_prompts * num_new_tokens / seconds for seconds in columns["seconds"]]
+        columns["share_of_engine"] = ratios(systems[ALONE]["seconds"], columns["seconds"])
     described = {"model": batch.model, "num_streams": batch.num_prompts, "num_prompt_tokens": batch.shortest}
-    return {"batch": {**described, "num_new_tokens": num_new_tokens}, "systems": found}
+    return {"batch": {**described, "num_new_tokens": num_new_tokens}, "systems": systems}
 
 
 COLUMNS: dict[str, Column] = {
@@ -174,10 +174,10 @@ def _section(measured: Mapping[str, Any]) -> Iterator[str]:
 def main(repeats: int, threads: int, batches: Sequence[Workload]) -> dict[str, Any]:
     """Measure tokens per second and the time to a first token, through servers and without."""
     with start_servers((KVFRAME,), threads) as engines:
-        found = measure_each(
-            batches, repeats + 1, lambda each, advance: measure(each, engines, repeats, threads, advance)
+        results = measure_each(
+            batches, repeats + 1, lambda batch, advance: measure(batch, engines, repeats, threads, advance)
         )
-    return {"repeats": repeats, "batches": found}
+    return {"repeats": repeats, "batches": results}
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ def load(engines: Engines, setting: Setting, max_drafts: int = 0, draft_model: s
             "draft_model": draft_model if name.endswith((DRAFTED, ASSISTED)) else "",
         }
         settings.setdefault(engine, {})[name] = {**dataclasses.asdict(setting), **ways}
-    for engine, each in settings.items():
-        engine.ask({"settings": each})
+    for engine, engine_settings in settings.items():
+        engine.ask({"settings": engine_settings})
 
 
 def serve(engines: Engines, name: str, prompts: Prompts, num_new_tokens: int) -> Served:
@@ -90,17 +90,17 @@ def serve_by_turns(
     Raises:
         SystemExit: Two engines generated different tokens, though all must be equal.
     """
-    found: dict[str, list[Served]] = {name: [] for name in engines}
+    results: dict[str, list[Served]] = {name: [] for name in engines}
     own = next(iter(engines))
 
     def turn(name: str, number: int) -> Served:
         return serve(engines, name, *batch(number))
 
     for repeat, served in by_turns([*engines], repeats, turn, advance, warm_up=True):
-        for name, each in served.items():
-            each["equal_prompts"] = fmean(map(list.__eq__, each["tokens"], served[own]["tokens"]))
-            if are_equal and each["equal_prompts"] < 1:
-                sys.exit(f"{what}: {name} and {own} generate the same for {each['equal_prompts']:.0%} of the prompts")
+        for name, result in served.items():
+            result["equal_prompts"] = fmean(map(list.__eq__, result["tokens"], served[own]["tokens"]))
+            if are_equal and result["equal_prompts"] < 1:
+                sys.exit(f"{what}: {name} and {own} generate the same for {result['equal_prompts']:.0%} of the prompts")
             if repeat >= 0:
-                found[name].append(each)
-    return found
+                results[name].append(result)
+    return results

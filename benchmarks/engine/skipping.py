@@ -40,7 +40,7 @@ def measure(workload: Workload, engines: Engines, repeats: int, advance: Callabl
         "num_prompt_tokens": workload.shortest,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "systems": {
-            way: {key: [each[key] for each in served[name]] for key in CLOCKS.values()} for way, name in SYSTEMS.items()
+            way: {key: [row[key] for row in served[name]] for key in CLOCKS.values()} for way, name in SYSTEMS.items()
         },
     }
 
@@ -77,8 +77,8 @@ def _section(measured: Mapping[str, Any]) -> Iterator[str]:
 def main(repeats: int, threads: int, workloads: Sequence[Workload]) -> dict[str, Any]:
     """Measure the workloads; write one JSON file and one page."""
     with start_servers(SYSTEMS.values(), threads) as engines:
-        found = measure_each(workloads, repeats + 1, lambda each, advance: measure(each, engines, repeats, advance))
-    return {"repeats": repeats, "workloads": found}
+        results = measure_each(workloads, repeats + 1, lambda batch, advance: measure(batch, engines, repeats, advance))
+    return {"repeats": repeats, "workloads": results}
 
 
 if __name__ == "__main__":

@@ -57,18 +57,18 @@ def write_page(record: Mapping[str, Any], title: str, counts: Mapping[str, str],
     """Return a page with a title, and with a row for each count and each kind of fault, which are given in words."""
     scenarios = record["scenarios"]
     what = f": {record['minutes']:g} minutes of simulated traffic for each scenario, seed {record['seed']}."
-    found = list(scenarios.values())
-    rows = [(text, [each[key] for each in found]) for key, text in counts.items()]
-    rows += [(f"requests {text}", [each["ends"].get(key, 0) for each in found]) for key, text in ENDS.items()]
-    rows += [(f"fault: {text}", [each["faults"].get(kind, 0) for each in found]) for kind, text in kinds.items()]
+    results = list(scenarios.values())
+    rows = [(text, [result[key] for result in results]) for key, text in counts.items()]
+    rows += [(f"requests {text}", [result["ends"].get(key, 0) for result in results]) for key, text in ENDS.items()]
+    rows += [(f"fault: {text}", [result["faults"].get(kind, 0) for result in results]) for kind, text in kinds.items()]
     wrong = ("tokens that differ, failures without a reason", "mirrors that differ", "leaks")
     for key, text in zip(WRONG, wrong, strict=True):
-        rows.append((f"**{text}**", [len(each[key]) for each in found]))
+        rows.append((f"**{text}**", [len(result[key]) for result in results]))
     return page(
         heading(title, record, what, "float32, greedy.", how="Run"),
         "\n".join(
-            f"- **{name}**: tiny `{each['family']}`; {each['what']}; {each['slabs']} slabs."
-            for name, each in scenarios.items()
+            f"- **{name}**: tiny `{result['family']}`; {result['what']}; {result['slabs']} slabs."
+            for name, result in scenarios.items()
         ),
         table(
             ("", *scenarios, "all"),
@@ -115,7 +115,7 @@ def soak(
 
 def has_failed(record: Mapping[str, Any]) -> bool:
     """Return whether anything differs or leaks."""
-    return any(each[what] for each in record["scenarios"].values() for what in WRONG)
+    return any(result[what] for result in record["scenarios"].values() for what in WRONG)
 
 
 @benchmark("soak", write_report, cases="scenarios", fails=has_failed)
@@ -127,11 +127,11 @@ def has_failed(record: Mapping[str, Any]) -> bool:
 def main(minutes: float, seed: int, scenarios: Sequence[Scenario]) -> dict[str, Any]:
     """Serve every scenario's traffic; write one JSON file and one page; fail if anything differs or leaks."""
     prepare()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for scenario in scenarios:
         with progress(scenario.name, int(60 * minutes * scenario.per_second)) as advance:
-            found[scenario.name], _, _ = soak(scenario, minutes, seed, prompts_for(minutes), advance)
-    return {"minutes": minutes, "seed": seed, "scenarios": found}
+            results[scenario.name], _, _ = soak(scenario, minutes, seed, prompts_for(minutes), advance)
+    return {"minutes": minutes, "seed": seed, "scenarios": results}
 
 
 def prepare() -> None:

@@ -69,11 +69,11 @@ def soak_with_store(
 def main(minutes: float, seed: int, scenarios: Sequence[Scenario]) -> dict[str, Any]:
     """Serve every scenario's traffic; write one JSON file and one page; fail if anything differs or leaks."""
     soak.prepare()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for scenario in scenarios:
         with progress(scenario.name, int(60 * minutes * scenario.per_second)) as advance:
-            found[scenario.name] = soak_with_store(scenario, minutes, seed, soak.prompts_for(minutes), advance)
-    return {"minutes": minutes, "seed": seed, "scenarios": found}
+            results[scenario.name] = soak_with_store(scenario, minutes, seed, soak.prompts_for(minutes), advance)
+    return {"minutes": minutes, "seed": seed, "scenarios": results}
 
 
 if __name__ == "__main__":

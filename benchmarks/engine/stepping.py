@@ -128,15 +128,15 @@ class SteppedEngine(BatchEngine):
         while self.has_unfinished():
             before = self._read()
             new = self.step()
-            passed = [end - start for start, end in zip(before, self._read(), strict=True)]
+            durations = [end - start for start, end in zip(before, self._read(), strict=True)]
             for index, ids in new:
                 tokens[index] += ids
                 waits.setdefault(index, time.perf_counter() - start)
             if first:
                 if len(new) == len(prompts):
-                    steps.append((passed[0], passed[0] - passed[1], passed[2]))
+                    steps.append((durations[0], durations[0] - durations[1], durations[2]))
                 continue
-            first_attention += passed[2]
+            first_attention += durations[2]
             if all(tokens):
                 first = time.perf_counter() - start
         return {
@@ -182,7 +182,7 @@ class Answers:
             self._engines.clear()
             gc.collect()
             settings: dict[str, dict[str, Any]] = question["settings"]
-            engines = self._make([Setting(**each) for each in settings.values()])
+            engines = self._make([Setting(**options) for options in settings.values()])
             self._engines = dict(zip(settings, engines, strict=True))
             return None
         return self._engines[question.pop("system")].serve(**question)

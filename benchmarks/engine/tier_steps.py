@@ -95,12 +95,12 @@ def measure(model: Model, num_tokens: int, num_new: int, repeats: int, advance: 
         turns = by_turns(
             servers, repeats, lambda server, number: server.serve(prompts[number], num_new), advance, warm_up=True
         )
-        found = counted((number, {server.name: row for server, row in rows.items()}) for number, rows in turns)
+        rows_by_tier = counted((number, {server.name: row for server, row in rows.items()}) for number, rows in turns)
     return {
         "what": model.what,
         "num_prompt_tokens": num_tokens,
         "num_new_tokens": num_new,
-        "tiers": {name: {key: [row[key] for row in rows] for key in rows[0]} for name, rows in found.items()},
+        "tiers": {name: {key: [row[key] for row in rows] for key in rows[0]} for name, rows in rows_by_tier.items()},
     }
 
 
@@ -139,14 +139,14 @@ def write_report(record: Mapping[str, Any]) -> str:
 @options.threads(1)
 @click.option("--num-tokens", default=256, show_default=True, help="Tokens of each prompt.")
 @click.option("--num-new", default=64, show_default=True, help="Tokens that are generated.")
-@options.choose("--model", "chosen", MODELS)
-def main(repeats: int, threads: int, num_tokens: int, num_new: int, chosen: Sequence[Model]) -> dict[str, Any]:
+@options.choose("--model", "selection", MODELS)
+def main(repeats: int, threads: int, num_tokens: int, num_new: int, selection: Sequence[Model]) -> dict[str, Any]:
     """Measure the models; write one JSON file and one page."""
     models.silence_transformers()
-    found = measure_each(
-        chosen, repeats + 1, lambda model, advance: measure(model, num_tokens, num_new, repeats, advance)
+    results = measure_each(
+        selection, repeats + 1, lambda model, advance: measure(model, num_tokens, num_new, repeats, advance)
     )
-    return {"repeats": repeats, "models": found}
+    return {"repeats": repeats, "models": results}
 
 
 if __name__ == "__main__":

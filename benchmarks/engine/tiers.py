@@ -172,13 +172,13 @@ class Place:
         began = time.perf_counter(), time.process_time()
         output = self.first()
         seconds = time.perf_counter() - began[0], time.process_time() - began[1]
-        found = output.cached
-        assert found is not None
+        hit = output.cached
+        assert hit is not None
         return {
             "seconds": seconds[0],
             "cpu_seconds": seconds[1],
-            "found_tokens": found.num_tokens,
-            "restored_tokens": found.restored_tokens,
+            "found_tokens": hit.num_tokens,
+            "restored_tokens": hit.restored_tokens,
             "bytes_read": self._bytes_read() - read,
         }
 
@@ -288,7 +288,7 @@ def measure(
         for place in places:
             opened.callback(place.engine.close)
         turns = by_turns(places, repeats, lambda place, _: place.measure(), advance, warm_up=True)
-        found = counted((number, {place.name: row for place, row in each.items()}) for number, each in turns)
+        rows_by_place = counted((number, {place.name: row for place, row in rows.items()}) for number, rows in turns)
         disk = next(iter(places[3].engine.stats().stores.values()))
         blocks = {place.name: sum(place.engine.stats().restored_blocks.values()) for place in places}
     return {
@@ -296,7 +296,7 @@ def measure(
         "num_prompt_tokens": num_tokens,
         "bytes_written": disk.bytes_written,
         "restored_blocks": blocks,
-        "places": {name: {key: [row[key] for row in rows] for key in rows[0]} for name, rows in found.items()},
+        "places": {name: {key: [row[key] for row in rows] for key in rows[0]} for name, rows in rows_by_place.items()},
     }
 
 
@@ -338,8 +338,8 @@ NOTE = "float32; processor time is that of the engine's process, all threads."
 @options.threads(1)
 @click.option("--num-tokens", default=4096, show_default=True, help="Tokens of the prefix.")
 @click.option("--slow", type=click.FloatRange(0.0), help="Measure slow disks too: milliseconds that a page takes.")
-@options.choose("--model", "chosen", MODELS)
-def main(repeats: int, threads: int, num_tokens: int, slow: float | None, chosen: Sequence[Model]) -> dict[str, Any]:
+@options.choose("--model", "selection", MODELS)
+def main(repeats: int, threads: int, num_tokens: int, slow: float | None, selection: Sequence[Model]) -> dict[str, Any]:
     """Measure the models; write one JSON file and one page."""
     models.silence_transformers()
     with ExitStack() as opened:
@@ -349,10 +349,10 @@ def main(repeats: int, threads: int, num_tokens: int, slow: float | None, chosen
             folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="kvframe-")))
             server = opened.enter_context(StoreServer(folder))
         seconds = None if slow is None else slow / 1000
-        found = measure_each(
-            chosen, repeats + 1, lambda model, advance: measure(model, num_tokens, repeats, server, seconds, advance)
+        results = measure_each(
+            selection, repeats + 1, lambda model, advance: measure(model, num_tokens, repeats, server, seconds, advance)
         )
-    return {"repeats": repeats, "models": found}
+    return {"repeats": repeats, "models": results}
 
 
 if __name__ == "__main__":

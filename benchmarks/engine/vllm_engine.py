@@ -59,7 +59,7 @@ class VLLM(SteppedEngine):
 
     def step(self) -> list[tuple[int, list[int]]]:
         """Run a step."""
-        return [(int(each.request_id), list(each.outputs[0].token_ids)) for each in self._engine.step()]
+        return [(int(output.request_id), list(output.outputs[0].token_ids)) for output in self._engine.step()]
 
 
 def load(_: str) -> tuple[dict[str, str], Answers]:

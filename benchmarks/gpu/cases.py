@@ -106,12 +106,12 @@ def cases() -> Iterator[Case]:
     yield Case(name="64 decodes at 4k, 2k more tokens at 6k", kind="mixed", requests=mixed)
     yield LatentCase(name="64 x 8k, 128 heads", kind="MLA decode", requests=decodes(64, 8 * KILO))
     yield StateCase(name="128 requests", kind="Mamba-2 update", requests=decodes(128, 1))
-    for stored, label in (("plain", ""), ("fp8_tensor", ", fp8"), ("int8_token_head", ", int8")):
+    for format_name, label in (("plain", ""), ("fp8_tensor", ", fp8"), ("int8_token_head", ", int8")):
         for heads, batch, context in itertools.product((32, 64), (1, 16, 128), (1, 8, 64)):
-            if stored != "int8_token_head" or (heads, context) == (32, 8):
+            if format_name != "int8_token_head" or (heads, context) == (32, 8):
                 name = f"{batch} x {context}k, {heads} of 8 heads{label}"
                 requests = decodes(batch, context * KILO)
-                yield Case(name=name, kind="decode, all", requests=requests, num_heads=heads, format=stored)
+                yield Case(name=name, kind="decode, all", requests=requests, num_heads=heads, format=format_name)
 
 
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64}

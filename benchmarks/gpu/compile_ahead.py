@@ -44,13 +44,13 @@ class Kernel:
     """What distinguishes FlashInfer's kernels.
 
     Attributes:
-        stored: The dtype of keys and values by name; queries are of ``DTYPE``.
+        kv_dtype: The dtype of keys and values by name; queries are of ``DTYPE``.
         head_size: The size of a head.
         has_window: Whether a query may see a window.
         has_cap: Whether scores have a soft cap.
     """
 
-    stored: str
+    kv_dtype: str
     head_size: int
     has_window: bool
     has_cap: bool
@@ -94,10 +94,10 @@ def modules(kernel: Kernel) -> Iterator[Any]:
     """Yield FlashInfer's modules of a kernel: that of decodes, and those of prompts."""
     from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
-    stored = getattr(torch, kernel.stored)
+    kv_dtype = getattr(torch, kernel.kv_dtype)
     options: dict[str, Any] = {
         "dtype_q": DTYPE,
-        "dtype_kv": stored,
+        "dtype_kv": kv_dtype,
         "dtype_o": DTYPE,
         "dtype_idx": torch.int32,
         "head_dim_qk": kernel.head_size,
@@ -108,7 +108,7 @@ def modules(kernel: Kernel) -> Iterator[Any]:
     }
     yield gen_batch_decode_module(**options)
     yield gen_batch_prefill_module("fa2", **options, use_fp16_qk_reduction=False)
-    if stored == DTYPE:  # fa3 takes no mixed dtypes.
+    if kv_dtype == DTYPE:  # fa3 takes no mixed dtypes.
         yield gen_batch_prefill_module("fa3", **options, use_fp16_qk_reduction=False)
 
 
@@ -150,21 +150,21 @@ def pack(folder: Path) -> Path:
 def main(folder: Path, is_listing: bool) -> None:
     """Compile and pack."""
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", ARCHITECTURE)
-    wanted = {module.name: module for kernel in sorted(kernels()) for module in modules(kernel)}
-    wanted |= {module.name: module for module in latent_modules()}
+    specs = {module.name: module for kernel in sorted(kernels()) for module in modules(kernel)}
+    specs |= {module.name: module for module in latent_modules()}
     if is_listing:
-        click.echo("\n".join(wanted))
+        click.echo("\n".join(specs))
         return
     from flashinfer.jit.core import build_jit_specs
 
     with _driver_to_link_with():
-        build_jit_specs([*wanted.values()], verbose=False, skip_prebuilt=False)
-    for name, module in wanted.items():
+        build_jit_specs([*specs.values()], verbose=False, skip_prebuilt=False)
+    for name, module in specs.items():
         target = folder / "aot" / name / f"{name}.so"
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(module.get_library_path(), target)
     num_bytes = sum(file.stat().st_size for file in [pack(folder), *folder.glob("aot/*/*.so")])
-    click.echo(f"{len(wanted)} modules; {num_bytes / 2**20:.0f} MiB in {folder}")
+    click.echo(f"{len(specs)} modules; {num_bytes / 2**20:.0f} MiB in {folder}")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def _measure(workload: Workload, path: Path, device: torch.device, graphs: str, 
     return {
         "seconds": seconds,
         "busy_seconds": work.busy_seconds / NUM_STEPS or None,
-        "kernels": {name: each / NUM_STEPS for name, each in work.longest_kernels()},
+        "kernels": {name: seconds / NUM_STEPS for name, seconds in work.longest_kernels()},
         "backends": backends,
         "reason": "" if work.busy_seconds else "no kernels were seen",
     }

@@ -99,7 +99,7 @@ def floor(workload: Workload, path: Path, stack: Stack, ceilings: Ceilings) -> F
     return Floor(
         prompts=2 * inner * num_tokens / ceilings.flops_per_second,
         decodes=sum(
-            max(each / ceilings.bytes_per_second, weight_flops / ceilings.flops_per_second) for each in num_bytes
+            max(size / ceilings.bytes_per_second, weight_flops / ceilings.flops_per_second) for size in num_bytes
         ),
     )
 
@@ -191,22 +191,22 @@ def measure(workload: Workload, engines: Engines, repeats: int, ceilings: Ceilin
         "floor": attrs.asdict(least),
         "systems": {name: _figures(workload, rounds, busy[name], least) for name, rounds in served.items()},
         "times_as_fast": statistics.median(
-            ratios(*([each["seconds"] for each in served[name]] for name in (systems_of(workload)[1], KVFRAME)))
+            ratios(*([result["seconds"] for result in served[name]] for name in (systems_of(workload)[1], KVFRAME)))
         ),
     }
 
 
 def _figures(workload: Workload, rounds: Sequence[Served], busy_seconds: float, least: Floor) -> dict[str, Any]:
     num_tokens = workload.num_prompts * workload.num_new_tokens
-    decodes = [each["seconds"] - each["first_seconds"] for each in rounds]
-    seconds = statistics.median(each["seconds"] for each in rounds)
+    decodes = [result["seconds"] - result["first_seconds"] for result in rounds]
+    seconds = statistics.median(result["seconds"] for result in rounds)
     return {
-        "speed": [num_tokens / each["seconds"] for each in rounds],
-        "first": [statistics.median(each["waits"]) for each in rounds],
-        "of_floor": [(least.prompts + least.decodes) / each["seconds"] for each in rounds],
-        "of_decode_floor": [least.decodes / each for each in decodes],
+        "speed": [num_tokens / result["seconds"] for result in rounds],
+        "first": [statistics.median(result["waits"]) for result in rounds],
+        "of_floor": [(least.prompts + least.decodes) / result["seconds"] for result in rounds],
+        "of_decode_floor": [least.decodes / duration for duration in decodes],
         "idle": max(0.0, 1 - busy_seconds / seconds),
-        "equal": statistics.fmean(each["equal_prompts"] for each in rounds),
+        "equal": statistics.fmean(result["equal_prompts"] for result in rounds),
     }
 
 
@@ -257,17 +257,17 @@ def main(repeats: int, threads: int, workloads: Sequence[Workload], budget: floa
     end = time.monotonic() + budget
     device = _device()
     ceilings = measure_ceilings(device)
-    modules = {name: ["benchmarks.gpu.engines", name] for each in workloads for name in systems_of(each)}
-    found: dict[str, Any] = {}
+    modules = {name: ["benchmarks.gpu.engines", name] for workload in workloads for name in systems_of(workload)}
+    results: dict[str, Any] = {}
     with start_engines(modules, PEER, threads=threads) as engines:
         for workload in workloads:
             if time.monotonic() > end:
-                found[workload.name] = {"reason": "the time was over"}
+                results[workload.name] = {"reason": "the time was over"}
                 continue
             own = {name: engines[name] for name in systems_of(workload)}
-            found[workload.name] = measure(workload, own, repeats, ceilings)
+            results[workload.name] = measure(workload, own, repeats, ceilings)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-    return {"repeats": repeats, "device": name, "ceilings": attrs.asdict(ceilings), "workloads": found}
+    return {"repeats": repeats, "device": name, "ceilings": attrs.asdict(ceilings), "workloads": results}
 
 
 if __name__ == "__main__":

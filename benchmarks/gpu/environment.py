@@ -22,7 +22,7 @@ def write_metadata(project: dict[str, Any], folder: Path) -> None:
     target = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     target.mkdir(parents=True, exist_ok=True)
     groups = project.get("entry-points", {}).items()
-    lines = [f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in each.items()) for group, each in groups]
+    lines = [f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in table.items()) for group, table in groups]
     (target / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
     metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
     (target / "METADATA").write_text(metadata, encoding="utf-8")
@@ -31,15 +31,15 @@ def write_metadata(project: dict[str, Any], folder: Path) -> None:
 def main(folder: Path) -> int:
     """Write the metadata of all distributions; return 1 if a package that the core needs is missing."""
     folders = [ROOT, ROOT / "kernels", *sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))]
-    projects = [tomllib.loads((each / "pyproject.toml").read_text(encoding="utf-8"))["project"] for each in folders]
+    projects = [tomllib.loads((path / "pyproject.toml").read_text(encoding="utf-8"))["project"] for path in folders]
     for project in projects:
         write_metadata(project, folder)
     sys.path.insert(0, str(folder))
-    needed = [re.split(r"[<>=!~\[ ]", each)[0] for each in projects[0]["dependencies"]]
+    needed = [re.split(r"[<>=!~\[ ]", requirement)[0] for requirement in projects[0]["dependencies"]]
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         print(f"Python lacks {', '.join(missing)}: bring wheels with --wheels", file=sys.stderr)
         return 1
-    print(":".join(str(each if each == ROOT else each / "src") for each in folders))
+    print(":".join(str(path if path == ROOT else path / "src") for path in folders))
     return 0
 
 

@@ -61,17 +61,17 @@ def measure_case(
     """Return each system's figures for a case, and add the seconds of each backend to ``spent``."""
     if isinstance(case, StateCase):
         return measure_states(case, device)
-    found: dict[str, Measured | None] = {}
+    results: dict[str, Measured | None] = {}
     for name, backend_class in backends.items():
         if spent[name] > MAX_BACKEND_SECONDS:
             is_served = not why_refused(case, backend_class, registry, device.type)
-            found[name] = Measured(reason="out of time") if is_served else None
+            results[name] = Measured(reason="out of time") if is_served else None
             continue
         start = time.monotonic()
-        found[name] = measure(case, backend_class, registry, device)
+        results[name] = measure(case, backend_class, registry, device)
         spent[name] += time.monotonic() - start
-    found["SDPA, dense"] = measure_dense(case, device)
-    return {name: measured for name, measured in found.items() if measured is not None}
+    results["SDPA, dense"] = measure_dense(case, device)
+    return {name: measured for name, measured in results.items() if measured is not None}
 
 
 def why_refused(case: Case, backend_class: type[AttentionBackend], registry: Registry, device: str) -> str:
@@ -81,8 +81,8 @@ def why_refused(case: Case, backend_class: type[AttentionBackend], registry: Reg
     layer = make_layer(case, align_up(BLOCK_SIZE, capabilities.block_size_multiple), registry, dtype)
     if needs_copies(capabilities, layer):
         return "format"
-    _, seen, extensions = bind_chain(make_chain(case), layer)
-    return " ".join(refusal.code for refusal in find_refusals(capabilities, seen, device, extensions))
+    _, inner_layer, extensions = bind_chain(make_chain(case), layer)
+    return " ".join(refusal.code for refusal in find_refusals(capabilities, inner_layer, device, extensions))
 
 
 def is_too_large(num_bytes: int, device: torch.device) -> bool:
@@ -130,13 +130,13 @@ def measure_states(case: StateCase, device: torch.device) -> dict[str, Measured]
     decay = -draw(heads, 1, 1).exp().expand(-1, size, states)
     arguments = (x, dt, decay, draw(rows, 1, states), draw(rows, 1, states), draw(heads, 1).expand(-1, size))
     exact = selective_state_update_reference(pages.clone(), place, place, *arguments, softplus=True)
-    found: dict[str, Measured] = {}
+    results: dict[str, Measured] = {}
     for name, function in (("kernel", selective_state_update), ("plain torch", selective_state_update_reference)):
         run = partial(function, pages.clone(), place, place, *arguments, softplus=True)
         error = float((run() - exact).norm() / exact.norm())
         is_right = error <= ERROR
-        found[name] = time_calls([run], device, error) if is_right else Measured(error=error, reason="wrong")
-    return found
+        results[name] = time_calls([run], device, error) if is_right else Measured(error=error, reason="wrong")
+    return results
 
 
 def measure_dense(case: Case, device: torch.device) -> Measured | None:
@@ -165,20 +165,20 @@ def measure_host(backends: Backends, registry: Registry, device: torch.device) -
     lengths = torch.randint(101, 2001, (HOST_REQUESTS,), generator=torch.Generator().manual_seed(5)).tolist()
     requests = tuple(request for length in lengths for request in decodes(1, length))
     case = Case(name="host", kind="host", requests=requests, num_heads=8, num_kv_heads=2, head_size=64)
-    found: dict[str, list[float]] = {}
+    seconds_by_name: dict[str, list[float]] = {}
     for name, backend_class in backends.items():
         if why_refused(case, backend_class, registry, device.type):
             continue
         try:
             step = next(PagedLayer(case, backend_class, registry, device).steps())
             step.build()
-            found[name] = []
+            seconds_by_name[name] = []
             for _ in range(HOST_CALLS):
                 synchronize(device)
-                found[name].append(timed(step.build)[0])
+                seconds_by_name[name].append(timed(step.build)[0])
         except Exception as problem:  # as above
             print(f"{name}: {problem}", file=sys.stderr)
-    return found
+    return seconds_by_name
 
 
 # --- clocks of a device -----------------------------------------------------------------------------------------------

@@ -53,9 +53,9 @@ def make_layer(case: Case, block_size: int, registry: Registry, dtype: str = "bf
         latents: dict[str, Any] = {name: getattr(case, name) for name in ("latent_size", "rope_size", "head_size_v")}
         spec, size = MLASpec(**pages, **latents), case.nope_size + case.rope_size
     else:
-        stored = PLAIN if case.format == "plain" else registry.formats.load(case.format)()
+        kv_format = PLAIN if case.format == "plain" else registry.formats.load(case.format)()
         sees: dict[str, Any] = {"window": case.window, "chunk": case.chunk}
-        spec = GridSpec(num_kv_heads=case.num_kv_heads, head_size=size, format=stored, **pages, **sees)
+        spec = GridSpec(num_kv_heads=case.num_kv_heads, head_size=size, format=kv_format, **pages, **sees)
     query = QuerySpec(num_heads=case.num_heads, head_size=size, scale=size**-0.5)
     return LayerSpec(name="layer", spec=spec, query=query, shares_with="owner" if case.skips else None)
 
@@ -171,7 +171,7 @@ class PagedLayer:
         assert query_side is not None
         places = torch.linspace(0, len(rows) - 1, min(CHECKED_ROWS, len(rows))).round().long().unique().tolist()
         starts, tables = metadata.query_start_loc_cpu, metadata.block_table.to(self._device)
-        found, exact = [], []
+        outputs, exact = [], []
         for place in places:
             row = int(rows[place])
             request = int(torch.searchsorted(starts, row, right=True)) - 1
@@ -180,9 +180,9 @@ class PagedLayer:
             key, value = self._dense(tables[request], end - int(case.num_seen(position)), end)
             visible = torch.ones(1, len(key), dtype=torch.bool, device=self._device)
             exact.append(dense_attention(query_side, self.query[row : row + 1].float(), key, value, visible)[0])
-            found.append(output[place].float())
+            outputs.append(output[place].float())
         reference = torch.stack(exact)
-        return float((torch.stack(found) - reference).norm() / reference.norm())
+        return float((torch.stack(outputs) - reference).norm() / reference.norm())
 
     def _dense(self, table: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of the tokens ``[start, stop)``, ``[num_tokens, num_heads, size], float32``."""
@@ -199,7 +199,7 @@ class PagedLayer:
             spec.kv_format.read(self.views, ids, out)
             key, value = out["k"].flatten(0, 1)[part], out["v"].flatten(0, 1)[part]
         return self._form.expand(
-            self._layer, key, value, {name: each.float() for name, each in self._parameters.items()}
+            self._layer, key, value, {name: parameter.float() for name, parameter in self._parameters.items()}
         )
 
 

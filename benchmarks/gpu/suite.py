@@ -31,10 +31,10 @@ from kvframe.loading.plugins import load_plugins
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Return the machine, its versions and its GPU."""
-    found = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     names = {"multiprocessors": "multi_processor_count", "memory_bytes": "total_memory", "l2_bytes": "L2_cache_size"}
-    described = {"device": getattr(found, "name", device.type)}
-    described |= {key: getattr(found, name, None) for key, name in names.items()}
+    described = {"device": getattr(properties, "name", device.type)}
+    described |= {key: getattr(properties, name, None) for key, name in names.items()}
     return {**describe_machine(torch.get_num_threads(), "triton"), **described}
 
 
@@ -57,14 +57,14 @@ STEPS = (
 )
 
 
-def write_report(record: Mapping[str, Any], wanted: Sequence[Case]) -> str:
+def write_report(record: Mapping[str, Any], wanted_cases: Sequence[Case]) -> str:
     """Return the page as Markdown. Wanted cases that are not in the record, which may be empty, have rows too."""
     parts = [_heading(record), EXPLANATION]
-    for kind in dict.fromkeys(case.kind for case in wanted):
-        members = [case for case in wanted if case.kind == kind]
-        found = [record.get("cases", {}).get(case.key) for case in members]
-        names = [*dict.fromkeys(name for each in found if each for name in each["measured"])]
-        rows = [_row(case, each, names) for case, each in zip(members, found, strict=True)]
+    for kind in dict.fromkeys(case.kind for case in wanted_cases):
+        members = [case for case in wanted_cases if case.kind == kind]
+        results = [record.get("cases", {}).get(case.key) for case in members]
+        names = [*dict.fromkeys(name for result in results if result for name in result["measured"])]
+        rows = [_row(case, result, names) for case, result in zip(members, results, strict=True)]
         heads = (kind, "floor, µs", *(names or ["any backend"]))
         parts += [f"## {kind[0].upper()}{kind[1:]}", table(heads, rows)]
     hosts = [(name, _micro(statistics.median(times))) for name, times in record.get("host", {}).items()]
@@ -102,11 +102,11 @@ def _heading(record: Mapping[str, Any]) -> str:
     return heading(TITLE, record, f": {machine['device']}{sizes}, triton {machine['triton']}.", note)
 
 
-def _row(case: Case, found: Mapping[str, Any] | None, names: Sequence[str]) -> list[str]:
-    if found is None:
+def _row(case: Case, result: Mapping[str, Any] | None, names: Sequence[str]) -> list[str]:
+    if result is None:
         return [case.name, _micro(case.floor(ISSUED)), *[NOT_YET] * max(1, len(names))]
-    floor, measured = found["floor_seconds"], found["measured"]
-    times = {name: each["seconds"] for name, each in measured.items() if each["seconds"]}
+    floor, measured = result["floor_seconds"], result["measured"]
+    times = {name: figures["seconds"] for name, figures in measured.items() if figures["seconds"]}
 
     def cell(name: str) -> str:
         if name not in times:
@@ -122,15 +122,15 @@ def _row(case: Case, found: Mapping[str, Any] | None, names: Sequence[str]) -> l
 def _steps(engine: Mapping[str, Any]) -> str:
     rows = []
     for graphs in GRAPHS:
-        found = engine.get("graphs", {}).get(graphs)
+        result = engine.get("graphs", {}).get(graphs)
         row = [engine.get("name", WORKLOAD.name), graphs]
-        if found is None or found["busy_seconds"] is None:
-            text = NOT_YET if found is None else found["reason"]
+        if result is None or result["busy_seconds"] is None:
+            text = NOT_YET if result is None else result["reason"]
             rows.append([*row, *[text] * 4, ""])
             continue
-        step, busy = 1000 * found["seconds"], 1000 * found["busy_seconds"]
+        step, busy = 1000 * result["seconds"], 1000 * result["busy_seconds"]
         idle = max(0.0, step - busy)
-        backends = ", ".join(f"`{name}`" for name in found["backends"])
+        backends = ", ".join(f"`{name}`" for name in result["backends"])
         rows.append([*row, f"{step:,.3f}", f"{busy:,.3f}", f"{idle:,.3f}", f"{100 * idle / step:.1f} %", backends])
     heads = ("requests", "graphs", "step, ms", "device works, ms", "host alone, ms", "share", "attention by")
     return table(heads, rows)
@@ -138,7 +138,7 @@ def _steps(engine: Mapping[str, Any]) -> str:
 
 def _kernels(engine: Mapping[str, Any]) -> Iterator[str]:
     """Yield a table of the longest kernels of the fastest step that was measured, if a record names them."""
-    steps = [found for found in engine.get("graphs", {}).values() if found.get("kernels")]
+    steps = [result for result in engine.get("graphs", {}).values() if result.get("kernels")]
     if steps:
         fastest_step = min(steps, key=lambda step: step["seconds"])
         rows = [
@@ -158,16 +158,16 @@ def _kernels(engine: Mapping[str, Any]) -> Iterator[str]:
 def main(budget: float, device: str, tiny: bool, names: tuple[str, ...], results: Path) -> None:
     """Measure, and write the record and its page."""
     results.mkdir(parents=True, exist_ok=True)
-    path, shown = results / "gpu.json", results / "gpu.md"
+    path, page_path = results / "gpu.json", results / "gpu.md"
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    wanted = TINY if tiny else tuple(cases())
+    wanted_cases = TINY if tiny else tuple(cases())
     if device != "none":
         workload, before = TINY_WORKLOAD if tiny else WORKLOAD, record
-        for found in run(torch.device(device), wanted, names, time.monotonic() + budget, workload):
-            record = merged(before, found)
-            write(results, "gpu", record, write_report(record, wanted))
-    shown.write_text(write_report(record, wanted), encoding="utf-8")
-    print(shown.read_text(encoding="utf-8"))
+        for new_record in run(torch.device(device), wanted_cases, names, time.monotonic() + budget, workload):
+            record = merged(before, new_record)
+            write(results, "gpu", record, write_report(record, wanted_cases))
+    page_path.write_text(write_report(record, wanted_cases), encoding="utf-8")
+    print(page_path.read_text(encoding="utf-8"))
 
 
 def merged(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
@@ -183,13 +183,13 @@ def merged(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(
-    device: torch.device, wanted: Sequence[Case], names: Sequence[str], end: float, workload: Workload
+    device: torch.device, wanted_cases: Sequence[Case], names: Sequence[str], end: float, workload: Workload
 ) -> Iterator[dict[str, Any]]:
     """Yield the record after each case, so that an interrupted run keeps its figures."""
     torch.set_grad_enabled(False)
     registry = load_plugins().registry
     backends, missing = usable_backends(registry, device.type)
-    backends = {name: each for name, each in backends.items() if not names or name in names}
+    backends = {name: backend_class for name, backend_class in backends.items() if not names or name in names}
     ceilings = measure_ceilings(device)
     record: dict[str, Any] = {
         "machine": describe(device),
@@ -206,16 +206,16 @@ def run(
     torch.cuda.empty_cache()
     yield record
     spent = dict.fromkeys(backends, 0.0)
-    for case in wanted:
+    for case in wanted_cases:
         if time.monotonic() > end:
             break
         print(case.key, file=sys.stderr, flush=True)
-        found = measure_case(case, backends, registry, device, spent)
+        measured = measure_case(case, backends, registry, device, spent)
         record["cases"][case.key] = {
             "floor_seconds": case.floor(ceilings),
             "bytes": case.num_bytes(),
             "flops": case.num_flops,
-            "measured": {name: attrs.asdict(each) for name, each in found.items()},
+            "measured": {name: attrs.asdict(figures) for name, figures in measured.items()},
         }
         torch.cuda.empty_cache()
         yield record

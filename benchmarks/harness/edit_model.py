@@ -31,8 +31,8 @@ ANSWER = 42
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return the demo's tokenizer."""
-    found: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(demo_path())
-    return found
+    demo_tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(demo_path())
+    return demo_tokenizer
 
 
 @cache
@@ -49,10 +49,10 @@ def edits() -> tuple[tuple[int, int], ...]:
 
 def edited(tokens: torch.Tensor) -> torch.Tensor:
     """Return tokens of code after the edit."""
-    found = tokens.clone()
+    edited_tokens = tokens.clone()
     for before, after in edits():
-        found[tokens == before] = after
-    return found
+        edited_tokens[tokens == before] = after
+    return edited_tokens
 
 
 def edit_task(code: torch.Tensor, source: torch.Generator, segment_tokens: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from kvframe.loading.registry import Registry
 
 def usable_backends(registry: Registry, device: str) -> tuple[dict[str, type[AttentionBackend]], dict[str, str]]:
     """Return the backends that run on a device by name, and for each other backend the reason why it does not."""
-    found, missing = {}, {}
+    backends, missing = {}, {}
     for name in registry.backends.names():
         if name == "torch_reference":
             continue  # It is slow on purpose.
@@ -27,8 +27,8 @@ def usable_backends(registry: Registry, device: str) -> tuple[dict[str, type[Att
         if reason:
             missing[name] = reason
         else:
-            found[name] = backend_class
-    return found, missing
+            backends[name] = backend_class
+    return backends, missing
 
 
 def page_views(spec: KVCacheSpec, pool: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -45,6 +45,6 @@ def page_views(spec: KVCacheSpec, pool: torch.Tensor) -> dict[str, torch.Tensor]
 def make_backend(backend_class: type[AttentionBackend], layer: LayerSpec, device: torch.device) -> AttentionBackend:
     """Return a backend for one layer, with its default options."""
     options = backend_class.options_class
-    made: Any = backend_class
-    backend: AttentionBackend = made([layer], device) if options is None else made([layer], device, options())
+    make: Any = backend_class
+    backend: AttentionBackend = make([layer], device) if options is None else make([layer], device, options())
     return backend

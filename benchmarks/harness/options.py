@@ -13,10 +13,10 @@ from benchmarks.harness.machine import PEER
 Option = Callable[[Any], Any]
 
 
-def repeats(default: int, *, flag: str = "--repeats", most: int | None = None) -> Option:
+def repeats(default: int, *, flag: str = "--repeats", max_rounds: int | None = None) -> Option:
     """Return the option for the number of rounds."""
     words = "Rounds in which all systems take turns."
-    return click.option(flag, type=click.IntRange(1, most), default=default, show_default=True, help=words)
+    return click.option(flag, type=click.IntRange(1, max_rounds), default=default, show_default=True, help=words)
 
 
 def threads(default: int) -> Option:
@@ -26,20 +26,20 @@ def threads(default: int) -> Option:
     )
 
 
-def choose(flag: str, name: str, known: Iterable[Any]) -> Option:
+def choose(flag: str, name: str, choices: Iterable[Any]) -> Option:
     """Return the option ``flag``, which chooses from the known names, or objects with a ``name``, several if repeated.
 
     The function's argument ``name`` gets the list. The default is all but those whose name begins with ``tiny``, which
     only try a script.
     """
-    by_name = {each if isinstance(each, str) else each.name: each for each in known}
+    by_name = {choice if isinstance(choice, str) else choice.name: choice for choice in choices}
     return click.option(
         flag,
         name,
         multiple=True,
         type=click.Choice(list(by_name)),
-        default=[each for each in by_name if not each.startswith("tiny")],
-        callback=lambda context, option, names: [by_name[each] for each in dict.fromkeys(names)],
+        default=[case_name for case_name in by_name if not case_name.startswith("tiny")],
+        callback=lambda context, option, names: [by_name[case_name] for case_name in dict.fromkeys(names)],
         help="A case to measure; may be given several times. The default is all but the tiny ones.",
     )
 

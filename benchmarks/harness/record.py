@@ -73,7 +73,7 @@ def can_join(before: Record, record: Record) -> bool:
     return (
         machine["commit"] != "unknown"
         and all(machine[key] == earlier.get(key) for key in same)
-        and all(versions.get(name, each) == each for name, each in record.get("versions", {}).items())
+        and all(versions.get(name, version) == version for name, version in record.get("versions", {}).items())
     )
 
 
@@ -112,13 +112,13 @@ def write(results: Path, name: str, record: Record, page: str) -> None:
 @contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar; yield a function that adds a number of finished units to it."""
-    done = 0
+    num_done = 0
     with render.progress(description, total) as show:
 
         def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            show(done)
+            nonlocal num_done
+            num_done += count
+            show(num_done)
 
         yield advance
 
@@ -130,9 +130,9 @@ def measure_each(
 
     ``measure`` gets a case and a function, which it calls with 1 after each of its ``num_rounds`` rounds.
     """
-    chosen = [*cases]
-    with progress("measuring", len(chosen) * num_rounds) as advance:
-        return {case.name: measure(case, advance) for case in chosen}
+    all_cases = [*cases]
+    with progress("measuring", len(all_cases) * num_rounds) as advance:
+        return {case.name: measure(case, advance) for case in all_cases}
 
 
 def by_turns(
@@ -150,14 +150,14 @@ def by_turns(
     """
     for number in range(-warm_up, count):
         first = number % len(sides) if sides else 0
-        found = {side: run(side, number) for side in (*sides[first:], *sides[:first])}
-        yield number, {side: found[side] for side in sides}
+        results = {side: run(side, number) for side in (*sides[first:], *sides[:first])}
+        yield number, {side: results[side] for side in sides}
         advance(1)
 
 
 def counted(turns: Iterable[tuple[int, Mapping[str, T]]]) -> dict[str, list[T]]:
     """Return each side's results in the rounds of ``by_turns`` that count."""
-    return in_columns(found for number, found in turns if number >= 0)
+    return in_columns(results for number, results in turns if number >= 0)
 
 
 def in_columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -55,7 +55,7 @@ class PaddedGroups:
         for layer in layers:
             if layer.shares_with is None and layer.spec is not None and layer.spec.keeps_past:
                 names.setdefault(layer.spec, []).append(layer.name)
-        most, fewest = max(map(len, names.values())), min(map(len, names.values()))
+        max_layers, min_layers = max(map(len, names.values())), min(map(len, names.values()))
         page_bytes = _page_bytes([*names])
         longer = {
             spec: attrs.evolve(spec, block_size=spec.block_size * page_bytes // spec.block_bytes)
@@ -66,8 +66,8 @@ class PaddedGroups:
             size = max((spec.block_size for spec in longer.values()), default=BLOCK_MULTIPLE)
             longer |= {spec: attrs.evolve(spec, block_size=size) for spec in names if spec.is_per_block}
         return cls(
-            types=tuple((longer.get(spec, spec), tuple(found)) for spec, found in names.items()),
-            group_size=most if most < NEARLY_EQUAL * fewest else fewest,
+            types=tuple((longer.get(spec, spec), tuple(layer_names)) for spec, layer_names in names.items()),
+            group_size=max_layers if max_layers < NEARLY_EQUAL * min_layers else min_layers,
             page_bytes=page_bytes,
         )
 

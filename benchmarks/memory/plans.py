@@ -75,7 +75,7 @@ def _row(title: str, description: ModelDescription, registry: Registry, changes:
         "padded": padded.plan(MEMORY_BYTES, max_model_len, plan.max_num_batched_tokens, lens),
     }
     lengths = sorted({min(length, max_model_len) for length in LENGTHS})
-    held = {name: [held_bytes(each, length) for length in lengths] for name, each in plans.items()}
+    request_bytes = {name: [held_bytes(plan, length) for length in lengths] for name, plan in plans.items()}
     equal = plans["padded"]
     blocks = [equal.slab_bytes * equal.num_slabs_for(equal.peak_blocks(length)) for length in lengths]
     return {
@@ -94,11 +94,11 @@ def _row(title: str, description: ModelDescription, registry: Registry, changes:
         "wasted_bytes": round(wasted_share(plan) * plan.memory_bytes),
         "lengths": lengths,
         "generating": [plan.max_generating(length) for length in lengths],
-        "requests": {name: [each.max_concurrency(length) for length in lengths] for name, each in plans.items()},
-        "request_bytes": {**held, "padded": blocks},
+        "requests": {name: [plan.max_concurrency(length) for length in lengths] for name, plan in plans.items()},
+        "request_bytes": {**request_bytes, "padded": blocks},
         "padded": {
             "block_sizes": [spec.block_size for spec, _ in padded.types if not spec.is_per_block],
-            "wasted": [1 - used / whole for used, whole in zip(held["padded"], blocks, strict=True)],
+            "wasted": [1 - num_bytes / total for num_bytes, total in zip(request_bytes["padded"], blocks, strict=True)],
         },
     }
 
@@ -113,8 +113,8 @@ def wasted_share(plan: KVCachePlan) -> float:
 
     It consists of the bytes before the first slab, the ends of slabs, and the memory after the last slab.
     """
-    used = plan.num_slabs * plan.slab_bytes * (1 - plan.waste_fraction)
-    return 1 - used / plan.memory_bytes
+    used_bytes = plan.num_slabs * plan.slab_bytes * (1 - plan.waste_fraction)
+    return 1 - used_bytes / plan.memory_bytes
 
 
 # --- the memory that traffic runs on ----------------------------------------------------------------------------------
@@ -229,12 +229,12 @@ def write_report(record: Mapping[str, Any]) -> str:
 
 def _planned(row: Mapping[str, Any]) -> tuple[str, ...]:
     groups = ", ".join(f"{group['num_layers']} {group['kind']}" for group in row["groups"])
-    held = [format_bytes(row["bytes_per_request"])] if row["bytes_per_request"] else []
+    request_sizes = [format_bytes(row["bytes_per_request"])] if row["bytes_per_request"] else []
     for sequence, num_bytes in row["bytes_per_input_token"].items():
         longest = row["max_input_lens"][sequence]
-        held.append(f"{format_bytes(num_bytes * longest)} for {longest:,} {sequence} tokens")
+        request_sizes.append(f"{format_bytes(num_bytes * longest)} for {longest:,} {sequence} tokens")
     wasted = f"{format_bytes(row['wasted_bytes'])}, {row['wasted']:.2%}"
-    return row["title"], groups, format_bytes(row["bytes_per_token"]), ", ".join(held), wasted
+    return row["title"], groups, format_bytes(row["bytes_per_token"]), ", ".join(request_sizes), wasted
 
 
 def _requests(row: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

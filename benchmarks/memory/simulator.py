@@ -52,8 +52,8 @@ class MemoryUse:
     @property
     def used(self) -> float:
         """The share of the pool that no other request could get."""
-        taken = self.needed + self.unfinished + self.padding
-        return taken / (taken + self.partly_used + self.cached + self.idle)
+        taken_bytes = self.needed + self.unfinished + self.padding
+        return taken_bytes / (taken_bytes + self.partly_used + self.cached + self.idle)
 
 
 def memory_use(manager: KVCacheManager, computed: Mapping[str, int]) -> MemoryUse:
@@ -68,22 +68,22 @@ def memory_use(manager: KVCacheManager, computed: Mapping[str, int]) -> MemoryUs
         return (block_ids * plan.block_id_bytes - plan.null_bytes) // plan.slab_bytes
 
     needed = unfinished = cached = free = tails = held_slabs = 0
-    for group, found in zip(plan.groups, findable, strict=True):
+    for group, findable_ids in zip(plan.groups, findable, strict=True):
         rows = {request: np.asarray(ids[group.index], dtype=np.int64) for request, ids in tables.items()}
-        held = np.unique(np.concatenate([np.zeros(1, np.int64), *rows.values()]))[1:]
-        slabs = np.unique(slab_of(held))
+        held_ids = np.unique(np.concatenate([np.zeros(1, np.int64), *rows.values()]))[1:]
+        slabs = np.unique(slab_of(held_ids))
         num_pages = len(slabs) * group.pages_per_slab
-        unheld = np.setdiff1d(np.array(found, dtype=np.int64), held)
+        unheld = np.setdiff1d(np.array(findable_ids, dtype=np.int64), held_ids)
         num_cached = int(np.count_nonzero(np.isin(slab_of(unheld), slabs)))
         empty = sum(
             empty_tokens(group.spec, int(np.count_nonzero(row)), computed[request]) for request, row in rows.items()
         )
-        num_bytes = len(held) * group.page_bytes
+        num_bytes = len(held_ids) * group.page_bytes
         empty_bytes = min(num_bytes, empty * group.page_bytes // group.block_size)
         needed += num_bytes - empty_bytes
         unfinished += empty_bytes
         cached += num_cached * group.page_bytes
-        free += (num_pages - len(held) - num_cached) * group.page_bytes
+        free += (num_pages - len(held_ids) - num_cached) * group.page_bytes
         tails += len(slabs) * (plan.slab_bytes - group.pages_per_slab * group.page_bytes)
         held_slabs += len(slabs)
     return MemoryUse(
@@ -216,7 +216,7 @@ class Simulation:
             eos_token_ids=frozenset(),
             max_model_len=self._plan.max_model_len,
             inputs={
-                each: ModelInput(num_tokens=length, key=key, data=None) for each, length in self._input_lens.items()
+                name: ModelInput(num_tokens=length, key=key, data=None) for name, length in self._input_lens.items()
             },
         )
         self._turn_of[name] = conversation, index

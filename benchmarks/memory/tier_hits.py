@@ -101,15 +101,15 @@ def make_plan(specs: Sequence[KVCacheSpec], longest: int, memory_bytes: int) -> 
 
 def working_set(conversations: Sequence[Conversation]) -> int:
     """Return the tokens of conversations at their ends."""
-    return sum(len(each.token_ids) for each in conversations)
+    return sum(len(conversation.token_ids) for conversation in conversations)
 
 
 def run(name: str, layers: str, trace: str, size: int) -> dict[str, Any]:
     """Run a trace with a system's tiers and a number of users; return the row of the record."""
-    system = next(each for each in SYSTEMS if each.name == name)
+    system = next(system for system in SYSTEMS if system.name == name)
     lengths, specs = CHOSEN_TRACES[trace], LAYERS[layers]
     conversations = draw(lengths, 4 * size, 32_768)
-    longest = max(len(each.token_ids) for each in conversations) + 1
+    longest = max(len(conversation.token_ids) for conversation in conversations) + 1
     # Each user has one conversation of four at a time.
     tokens = working_set(conversations) // 4
     big = make_plan(specs, longest, 1 << 30)
@@ -121,16 +121,16 @@ def run(name: str, layers: str, trace: str, size: int) -> dict[str, Any]:
     host = HostStorage(plan, pool, host_slabs) if host_slabs else None
     SHELVES["hits"] = Shelf()
     stores = [ShelfStore(shelf="hits")] if system.has_store else []
-    made: list[Tiers] = []
+    all_tiers: list[Tiers] = []
 
     def make_tiers(manager: KVCacheManager) -> Tiers:
         storage: Any = SimpleNamespace(pool=pool, plan=plan)
         pages = StoredPages(storage, stores, bytes(32), lambda: ["trace"]) if stores else None
-        made.append(Tiers(manager, host, pages, bytes(32)))
-        tier: Any = made[-1].host_tier
+        all_tiers.append(Tiers(manager, host, pages, bytes(32)))
+        tier: Any = all_tiers[-1].host_tier
         if tier is not None and not system.by_lru:
             tier._use_again = lambda group, host_ids: None
-        return made[-1]
+        return all_tiers[-1]
 
     outcome = Simulation(
         plan,
@@ -158,7 +158,7 @@ def run(name: str, layers: str, trace: str, size: int) -> dict[str, Any]:
         "host_blocks_stored": 0,
         "host_blocks_read": 0,
     }
-    for tiers in made:
+    for tiers in all_tiers:
         tiers.flush(600)
         stats = tiers.stats()
         tiers.close()
@@ -185,8 +185,8 @@ def write_report(record: Mapping[str, Any]) -> str:
 
 def _sections(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for trace, layers in dict.fromkeys((row["trace"], row["layers"]) for row in rows):
-        chosen = [row for row in rows if (row["trace"], row["layers"]) == (trace, layers)]
-        none = next(row for row in chosen if row["system"] == NONE)
+        trace_rows = [row for row in rows if (row["trace"], row["layers"]) == (trace, layers)]
+        none = next(row for row in trace_rows if row["system"] == NONE)
         yield f"## {trace}, {layers}"
         yield (
             f"{none['requests']:,} requests, {none['prompt_tokens']:,} prompt tokens; the pool is "
@@ -194,20 +194,20 @@ def _sections(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
         yield table(
             ("tiers", "hit tokens", "share", "brought back", "bytes written per byte found", "waited in vain"),
-            [_cells(row) for row in chosen],
+            [_cells(row) for row in trace_rows],
         )
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    written, found = row["bytes_written"], row["bytes_read"]
-    if row["host_blocks_stored"] and not written:
-        written, found = row["host_blocks_stored"], row["host_blocks_read"]
+    num_written, num_read = row["bytes_written"], row["bytes_read"]
+    if row["host_blocks_stored"] and not num_written:
+        num_written, num_read = row["host_blocks_stored"], row["host_blocks_read"]
     return (
         row["system"],
         f"{row['hit_tokens']:,}",
         f"{row['hit_tokens'] / row['prompt_tokens']:.1%}",
         f"{row['restored_tokens']:,}",
-        f"{written / found:.2f}" if found else "",
+        f"{num_written / num_read:.2f}" if num_read else "",
         f"{row['waits_in_vain']}",
     )
 
@@ -225,7 +225,7 @@ def finds_fewer(record: Mapping[str, Any]) -> bool:
 @click.option("--workers", type=click.IntRange(1), default=os.cpu_count(), help="The number of processes.")
 def main(traces: Sequence[str], layers: Sequence[str], size: int, workers: int) -> dict[str, Any]:
     """Run the traces; write one JSON file and one page; fail if tiers find fewer tokens than none."""
-    jobs = [(system.name, each, trace, size) for trace in traces for each in layers for system in SYSTEMS]
+    jobs = [(system.name, layer_set, trace, size) for trace in traces for layer_set in layers for system in SYSTEMS]
     rows = []
     with progress("traces with tiers", len(jobs)) as advance:
         for row in map_in_processes(run, jobs, workers):

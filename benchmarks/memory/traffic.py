@@ -121,12 +121,12 @@ def write_report(record: Mapping[str, Any]) -> str:
 
 
 def _per_trace(rows: Rows, cells: Any) -> list[tuple[str, ...]]:
-    found, title = [], ""
+    table_rows, title = [], ""
     for name, trace in dict.fromkeys((row["title"], row["trace"]) for row in rows):
         by_layout = {row["layout"]: row for row in rows if (row["title"], row["trace"]) == (name, trace)}
-        found.append((name if name != title else "", trace, *cells(by_layout)))
+        table_rows.append((name if name != title else "", trace, *cells(by_layout)))
         title = name
-    return found
+    return table_rows
 
 
 def best_ratio(by_layout: ByLayout, other: str, figure: str = "peak") -> float:
@@ -168,27 +168,27 @@ def shape_waste(rows: Rows) -> float | None:
 
 
 def _per_shape(rows: Rows) -> list[tuple[str, ...]]:
-    found = []
+    table_rows = []
     for title in dict.fromkeys(row["title"] for row in rows):
         shares = [
             shape_waste([row for row in rows if (row["title"], row["layout"]) == (title, name)]) for name in SHORT
         ]
-        found.append((title, *("" if share is None else f"{share:.2%}" for share in shares)))
-    return found
+        table_rows.append((title, *("" if share is None else f"{share:.2%}" for share in shares)))
+    return table_rows
 
 
 def draw_plot(record: Mapping[str, Any], path: Path) -> None:
     """Draw, for each trace, the most requests at once over those of equal padded groups."""
     rows = record["layouts"]
     traces, titles = (list(dict.fromkeys(row[key] for row in rows)) for key in ("trace", "title"))
-    found = {(row["title"], row["trace"], row["layout"]): row["peak"] for row in rows}
+    peaks = {(row["title"], row["trace"], row["layout"]): row["peak"] for row in rows}
     with plots([f"most requests at once, beside {PADDED}: {trace}" for trace in traces], path) as places:
         for place, trace in zip(places, traces, strict=True):
             for index, layout in enumerate(SHORT):
                 bars = [
-                    (number + 0.3 * index, found[title, trace, layout] / found[title, trace, PADDED])
+                    (number + 0.3 * index, peaks[title, trace, layout] / peaks[title, trace, PADDED])
                     for number, title in enumerate(titles)
-                    if (title, trace, layout) in found
+                    if (title, trace, layout) in peaks
                 ]
                 places_of, heights = zip(*bars, strict=True)
                 place.bar(places_of, heights, width=0.3, label=layout)

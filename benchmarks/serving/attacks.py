@@ -43,58 +43,58 @@ class Attack:
     Attributes:
         what: What they do, in words.
         connections: How many there are.
-        sent: Returns what a connection sends, given its index.
+        data: Returns what a connection sends, given its index.
         reads: Whether it reads what the server sends.
         resets: Whether it resets the connection after the first byte of the answer.
     """
 
     what: str
     connections: int
-    sent: Callable[[int], bytes]
+    data: Callable[[int], bytes]
     reads: bool = True
     resets: bool = False
 
 
 ATTACKS: Mapping[str, Attack] = {
-    "silent": Attack(what="send nothing", connections=300, sent=lambda _: b""),
+    "silent": Attack(what="send nothing", connections=300, data=lambda _: b""),
     "half a head": Attack(
-        what="send half of the headers", connections=300, sent=lambda _: request(b"")[: len(request(b"")) // 2]
+        what="send half of the headers", connections=300, data=lambda _: request(b"")[: len(request(b"")) // 2]
     ),
     "half a body": Attack(
-        what="send half of a body", connections=300, sent=lambda _: request(b'{"prompt": "a"}' + b" " * 99)[:-50]
+        what="send half of a body", connections=300, data=lambda _: request(b'{"prompt": "a"}' + b" " * 99)[:-50]
     ),
-    "noise": Attack(what="send random bytes", connections=300, sent=lambda index: random.Random(index).randbytes(4096)),
-    "deep": Attack(what="send 1,000,000 brackets as the body", connections=100, sent=lambda _: request(b"[" * 10**6)),
+    "noise": Attack(what="send random bytes", connections=300, data=lambda index: random.Random(index).randbytes(4096)),
+    "deep": Attack(what="send 1,000,000 brackets as the body", connections=100, data=lambda _: request(b"[" * 10**6)),
     "nested call": Attack(
         what="send a call whose arguments are 100,000 brackets",
         connections=100,
-        sent=lambda _: _chat(
+        data=lambda _: _chat(
             role="assistant", tool_calls=[{"id": "c", "type": "function", "function": _nested(100_000)}]
         ),
     ),
     "long prompt": Attack(
-        what="send a prompt of 4,000,000 bytes", connections=40, sent=lambda _: request({"prompt": "a" * 4_000_000})
+        what="send a prompt of 4,000,000 bytes", connections=40, data=lambda _: request({"prompt": "a" * 4_000_000})
     ),
     "many messages": Attack(
         what="send a chat of 100,000 messages",
         connections=20,
-        sent=lambda _: request({"messages": [{"role": "user", "content": "x"}] * 100_000}, CHAT),
+        data=lambda _: request({"messages": [{"role": "user", "content": "x"}] * 100_000}, CHAT),
     ),
     "resets": Attack(
         what="ask for a stream of 480 tokens, reset at the first byte",
         connections=300,
-        sent=lambda _: request(LONG_ANSWER),
+        data=lambda _: request(LONG_ANSWER),
         resets=True,
     ),
     "takes all": Attack(
         what="ask for 128 samples of 480 tokens, and read them",
         connections=8,
-        sent=lambda _: request({**LONG_ANSWER, "n": 128}),
+        data=lambda _: request({**LONG_ANSWER, "n": 128}),
     ),
     "unread": Attack(
         what="ask for 16 samples of 480 tokens with 20 log-probabilities each, read nothing",
         connections=200,
-        sent=lambda _: request({**LONG_ANSWER, "n": 16, "logprobs": 20}),
+        data=lambda _: request({**LONG_ANSWER, "n": 16, "logprobs": 20}),
         reads=False,
     ),
 }
@@ -117,7 +117,7 @@ async def attack(port: int, attack: Attack, index: int, gone: asyncio.Event) -> 
         index: Which of its connections this is.
         gone: Set when the server holds nothing of the attack any more: a client that does not read cannot see it.
     """
-    data = attack.sent(index)
+    data = attack.data(index)
     connection = socket.socket()
     connection.setblocking(False)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12 if not attack.reads else 1 << 17)

@@ -70,7 +70,7 @@ def write_tasks(folder: Path, num_documents: int) -> None:
         text = f"{left} plus {right} is {left + right}, said the teacher of class {index}."
         documents.append({"question": question, "choices": choices, "answer": place, "text": text})
     data = folder / "documents.jsonl"
-    data.write_text("".join(f"{json.dumps(each)}\n" for each in documents), encoding="utf-8")
+    data.write_text("".join(f"{json.dumps(document)}\n" for document in documents), encoding="utf-8")
     for name, task in _TASKS.items():
         (folder / f"{name}.yaml").write_text(task.format(data=data), encoding="utf-8")
 
@@ -112,23 +112,23 @@ def _responses(file: Path) -> list[Any]:
     return [sample["filtered_resps"] for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
 
 
-def compare(one: Sequence[Any], other: Sequence[Any]) -> tuple[int, float]:
+def compare(responses: Sequence[Any], peer_responses: Sequence[Any]) -> tuple[int, float]:
     """Return how many responses differ as values, and the most by which their numbers differ."""
-    num_different, most = 0, 0.0
+    num_different, largest = 0, 0.0
 
     def walk(left: Any, right: Any) -> None:
-        nonlocal num_different, most
+        nonlocal num_different, largest
         if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
             for parts in zip(left, right, strict=True):
                 walk(*parts)
         elif left != right:
             try:
-                most = max(most, abs(float(left) - float(right)))  # the harness writes numbers as texts
+                largest = max(largest, abs(float(left) - float(right)))  # the harness writes numbers as texts
             except (TypeError, ValueError):
                 num_different += 1
 
-    walk(list(one), list(other))
-    return num_different, most
+    walk(list(responses), list(peer_responses))
+    return num_different, largest
 
 
 def write_report(record: Mapping[str, Any]) -> str:
@@ -137,12 +137,12 @@ def write_report(record: Mapping[str, Any]) -> str:
         (
             task,
             str(record["num_documents"]),
-            ", ".join(f"{name} {value:.4f}" for name, value in sorted(each["scores"]["kvframe serve"].items())),
-            ", ".join(f"{name} {value:.4f}" for name, value in sorted(each["scores"]["transformers"].items())),
-            str(each["different"]),
-            f"{each['most_difference']:.1e}",
+            ", ".join(f"{name} {value:.4f}" for name, value in sorted(result["scores"]["kvframe serve"].items())),
+            ", ".join(f"{name} {value:.4f}" for name, value in sorted(result["scores"]["transformers"].items())),
+            str(result["different"]),
+            f"{result['most_difference']:.1e}",
         )
-        for task, each in record["tasks"].items()
+        for task, result in record["tasks"].items()
     ]
     return page(
         heading(
@@ -160,7 +160,7 @@ def write_report(record: Mapping[str, Any]) -> str:
     "evaluation",
     write_report,
     fails=lambda record: any(
-        each["different"] or each["most_difference"] > MOST_DIFFERENCE for each in record["tasks"].values()
+        result["different"] or result["most_difference"] > MOST_DIFFERENCE for result in record["tasks"].values()
     ),
 )
 @click.option("--documents", default=40, show_default=True, help="Documents of each task.")
@@ -198,18 +198,18 @@ def main(documents: int) -> dict[str, Any]:
             "--device",
             "cpu",
         )
-    found = {}
+    results = {}
     for task in _TASKS:
-        different, most = compare(ours["responses"][task], theirs["responses"][task])
+        different, largest = compare(ours["responses"][task], theirs["responses"][task])
         scores = {"kvframe serve": ours["scores"][task], "transformers": theirs["scores"][task]}
-        found[task] = {"scores": scores, "different": different, "most_difference": most}
+        results[task] = {"scores": scores, "different": different, "most_difference": largest}
     version = subprocess.run(
         [HARNESS / "bin" / "python", "-c", "from importlib.metadata import version; print(version('lm_eval'))"],
         capture_output=True,
         text=True,
         check=True,
     )
-    return {"num_documents": documents, "harness": version.stdout.strip(), "tasks": found}
+    return {"num_documents": documents, "harness": version.stdout.strip(), "tasks": results}
 
 
 if __name__ == "__main__":

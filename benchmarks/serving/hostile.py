@@ -55,14 +55,14 @@ def answers(model: Path) -> dict[str, str]:
     """Return prompts with the answers that transformers gives."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    found = {}
+    replies = {}
     for index in range(NUM_PROMPTS):
         prompt = "".join(random.Random(index).choices("abcdefghijkl ", k=8 + 5 * index))
         tokens = tokenizer(prompt, return_tensors="pt")
         with torch.no_grad():
             generated = peer.generate(**tokens, max_new_tokens=NUM_TOKENS, do_sample=False)
-        found[prompt] = tokenizer.decode(generated[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
-    return found
+        replies[prompt] = tokenizer.decode(generated[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+    return replies
 
 
 class Friend:
@@ -73,26 +73,26 @@ class Friend:
         wrong: Answers that were not transformers'.
     """
 
-    def __init__(self, server: ServerProcess, known: Mapping[str, str]) -> None:
+    def __init__(self, server: ServerProcess, right_answers: Mapping[str, str]) -> None:
         """Take the server, and the right answers."""
         self.seconds: list[float] = []
         self.wrong: list[str] = []
         self._server = server
-        self._known = [*known.items()]
+        self._answers = [*right_answers.items()]
 
     async def ask(self) -> None:
         """Ask until this task is cancelled."""
         async with client(self._server) as asking:
             while True:
-                prompt, answer = self._known[len(self.seconds) % len(self._known)]
+                prompt, answer = self._answers[len(self.seconds) % len(self._answers)]
                 begun = time.perf_counter()
                 try:
-                    found = await complete(asking, prompt)
+                    reply = await complete(asking, prompt)
                 except openai.OpenAIError as error:
-                    found = f"{error!r} from {error.__cause__!r}"
+                    reply = f"{error!r} from {error.__cause__!r}"
                 self.seconds.append(time.perf_counter() - begun)
-                if found != answer:
-                    self.wrong.append(found)
+                if reply != answer:
+                    self.wrong.append(reply)
                 await asyncio.sleep(0.02)
 
 
@@ -122,10 +122,10 @@ async def until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-async def suffer(server: ServerProcess, attacked: Attack, known: Mapping[str, str]) -> dict[str, Any]:
+async def suffer(server: ServerProcess, attacked: Attack, right_answers: Mapping[str, str]) -> dict[str, Any]:
     """Let an attack run while a friend asks; return what became of both."""
     files, memory, log = server.num_descriptors, server.memory_mb, server.log.stat().st_size
-    friend, gone = Friend(server, known), asyncio.Event()
+    friend, gone = Friend(server, right_answers), asyncio.Event()
     asking = asyncio.create_task(friend.ask())
     most_files, most_memory = files, memory
 
@@ -149,11 +149,11 @@ async def suffer(server: ServerProcess, attacked: Attack, known: Mapping[str, st
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-    statuses = collections.Counter(one.status for one in connected)
+    statuses = collections.Counter(connection.status for connection in connected)
     return {
         "what": attacked.what,
         "connections": attacked.connections,
-        "sent_mb": sum(one.num_bytes for one in connected) / 1e6,
+        "sent_mb": sum(connection.num_bytes for connection in connected) / 1e6,
         "statuses": dict(sorted(statuses.items())),
         "seconds": seconds,
         "has_ended": has_ended,
@@ -180,7 +180,7 @@ async def come_and_go(server: ServerProcess, way: str, prompt: str) -> str | Non
             writer.close()
         else:
             await attack(
-                server.port, Attack(what="", connections=1, sent=lambda _: data, resets=True), 0, asyncio.Event()
+                server.port, Attack(what="", connections=1, data=lambda _: data, resets=True), 0, asyncio.Event()
             )
         return None
     async with client(server) as ours:
@@ -199,23 +199,23 @@ async def come_and_go(server: ServerProcess, way: str, prompt: str) -> str | Non
 
 def metrics_of(server: ServerProcess) -> dict[str, float]:
     """Return the server's metrics that have no label, and the blocks that requests hold as ``blocks_held``."""
-    asked = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": f"Bearer {FRIENDLY_KEY}"})
-    with urllib.request.urlopen(asked, timeout=60) as answer:
+    query = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": f"Bearer {FRIENDLY_KEY}"})
+    with urllib.request.urlopen(query, timeout=60) as answer:
         lines = [line.rpartition(" ") for line in answer.read().decode().splitlines() if not line.startswith("#")]
-    found = {name: float(value) for name, _, value in lines}
-    held = sum(value for name, value in found.items() if name.startswith("kvframe_blocks_held{"))
-    return {**found, "blocks_held": held}
+    metrics = {name: float(value) for name, _, value in lines}
+    num_held = sum(value for name, value in metrics.items() if name.startswith("kvframe_blocks_held{"))
+    return {**metrics, "blocks_held": num_held}
 
 
-async def soak(server: ServerProcess, known: Mapping[str, str], num_requests: int) -> dict[str, Any]:
+async def soak(server: ServerProcess, right_answers: Mapping[str, str], num_requests: int) -> dict[str, Any]:
     """Let clients come and go; return what they found, and what is left of them."""
     source = random.Random(0)
     ways = source.choices([*WAYS], [weight for weight, _ in WAYS.values()], k=num_requests)
-    prompts = source.choices([*known], k=num_requests)
+    prompts = source.choices([*right_answers], k=num_requests)
     wrong: list[str] = []
     memory, files = [], server.num_descriptors
     async with client(server) as asking:
-        await asyncio.gather(*(complete(asking, prompt) for prompt in known))
+        await asyncio.gather(*(complete(asking, prompt) for prompt in right_answers))
     begun = time.perf_counter()
     with progress("soak", num_requests) as advance:
         fifth = max(1, num_requests // 5)
@@ -226,11 +226,11 @@ async def soak(server: ServerProcess, known: Mapping[str, str], num_requests: in
                 while waiting:
                     way, prompt = waiting.pop()
                     try:
-                        found = await come_and_go(server, way, prompt)
+                        reply = await come_and_go(server, way, prompt)
                     except openai.OpenAIError as error:
-                        found = f"{error!r} from {error.__cause__!r}"
-                    if found is not None and found != known[prompt]:
-                        wrong.append(found)
+                        reply = f"{error!r} from {error.__cause__!r}"
+                    if reply is not None and reply != right_answers[prompt]:
+                        wrong.append(reply)
                     advance(1)
 
             await asyncio.gather(*(be_clients() for _ in range(AT_ONCE)))
@@ -262,18 +262,18 @@ def write_report(record: Mapping[str, Any]) -> str:
     soaked = record["soak"]
     attacked = [
         (
-            found["what"] + (f" ({FEW_FILES} descriptors)" if name.endswith("few files") else ""),
-            str(found["connections"]),
-            f"{found['sent_mb']:,.1f}",
-            ", ".join(f"{status} {count}" for status, count in found["statuses"].items()),
-            f"{found['seconds']:.1f}",
-            " / ".join(f"{value:,.0f}" for value in found["memory_mb"]),
-            " / ".join(f"{value}" for value in found["descriptors"]),
-            f"{found['log_kb']:,.1f}",
-            f"{found['friend']['answers']}, {len(found['friend']['wrong'])} wrong",
-            f"{1000 * found['friend']['median_seconds']:,.0f} / {1000 * found['friend']['slowest_seconds']:,.0f}",
+            result["what"] + (f" ({FEW_FILES} descriptors)" if name.endswith("few files") else ""),
+            str(result["connections"]),
+            f"{result['sent_mb']:,.1f}",
+            ", ".join(f"{status} {count}" for status, count in result["statuses"].items()),
+            f"{result['seconds']:.1f}",
+            " / ".join(f"{value:,.0f}" for value in result["memory_mb"]),
+            " / ".join(f"{value}" for value in result["descriptors"]),
+            f"{result['log_kb']:,.1f}",
+            f"{result['friend']['answers']}, {len(result['friend']['wrong'])} wrong",
+            f"{1000 * result['friend']['median_seconds']:,.0f} / {1000 * result['friend']['slowest_seconds']:,.0f}",
         )
-        for name, found in record["attacks"].items()
+        for name, result in record["attacks"].items()
     ]
     columns = (
         "clients that",
@@ -319,7 +319,7 @@ def is_wrong(record: Mapping[str, Any]) -> bool:
     soaked = record["soak"]
     memory = soaked["memory_mb"]
     return bool(
-        any(found["friend"]["wrong"] or not found["has_ended"] for found in record["attacks"].values())
+        any(result["friend"]["wrong"] or not result["has_ended"] for result in record["attacks"].values())
         or soaked["wrong"]
         or any(soaked["left"].values())
         or memory[-1] - memory[len(memory) * 2 // 5] > MOST_GROWTH_MB
@@ -331,22 +331,22 @@ def is_wrong(record: Mapping[str, Any]) -> bool:
 @click.option("--attack", "names", multiple=True, type=click.Choice([*ATTACKS]), help="Run these attacks only.")
 def main(requests: int, names: Sequence[str]) -> dict[str, Any]:
     """Attack a server while a friend asks it, and let clients come and go."""
-    chosen = names or [*ATTACKS]
-    found = {}
-    with TemporaryDirectory() as folder, progress("attacks", len(chosen)) as advance:
+    attack_names = names or [*ATTACKS]
+    results = {}
+    with TemporaryDirectory() as folder, progress("attacks", len(attack_names)) as advance:
         root = Path(folder)
         model = save_model(root / "tiny")
-        known = answers(model)
+        right_answers = answers(model)
         with served(model, root, tables=TABLES, keys=KEYS) as server:
-            for name in chosen:
-                found[name] = asyncio.run(suffer(server, ATTACKS[name], known))
+            for name in attack_names:
+                results[name] = asyncio.run(suffer(server, ATTACKS[name], right_answers))
                 advance(1)
-        for name in [name for name in FOR_FEW_FILES if name in chosen]:
+        for name in [name for name in FOR_FEW_FILES if name in attack_names]:
             with served(model, root, tables=TABLES, keys=KEYS, max_files=FEW_FILES) as server:
-                found[f"{name}, few files"] = asyncio.run(suffer(server, ATTACKS[name], known))
+                results[f"{name}, few files"] = asyncio.run(suffer(server, ATTACKS[name], right_answers))
         with served(model, root, tables=TABLES, keys=KEYS) as server:
-            soaked = asyncio.run(soak(server, known, requests))
-    return {"attacks": found, "soak": soaked}
+            soaked = asyncio.run(soak(server, right_answers, requests))
+    return {"attacks": results, "soak": soaked}
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ def write_report(record: Mapping[str, Any]) -> str:
         "speed": ("times its tokens per second", "{:.2f}"),
     }
     parts = []
-    for setting, found in record["settings"].items():
-        parts += [f"## {setting}", f"A cache of {found['memory']} in each engine."]
-        for trace, routers in found["traces"].items():
+    for setting, result in record["settings"].items():
+        parts += [f"## {setting}", f"A cache of {result['memory']} in each engine."]
+        for trace, routers in result["traces"].items():
             default = routers.get(DEFAULT)
             rows = {
                 name: {
@@ -42,8 +42,8 @@ def write_report(record: Mapping[str, Any]) -> str:
                 }
                 for name, values in routers.items()
             }
-            asked = next(iter(routers.values()))
-            words = f"{asked['requests'][0]:,} requests and {asked['prompt_tokens'][0]:,} prompt tokens in a round."
+            counts = next(iter(routers.values()))
+            words = f"{counts['requests'][0]:,} requests and {counts['prompt_tokens'][0]:,} prompt tokens in a round."
             parts += [f"### {trace}", words, figures(rows, columns, "router")]
     note = (
         f"{AT_ONCE} requests at once, {REPLY_TOKENS} tokens in each answer. Clients, Ray and engines share the cores."

@@ -21,9 +21,9 @@ def processor_seconds() -> dict[str, float]:
             title = Path(f"/proc/{process}/cmdline").read_text(encoding="utf-8", errors="replace")
             # Fields from the third on, after the process's name in brackets; the 14th and 15th are user and system.
             _, _, fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
-            used = sum(map(int, fields.split()[11:13])) / _TICKS_PER_SECOND
-            seconds["all"] += used
+            process_seconds = sum(map(int, fields.split()[11:13])) / _TICKS_PER_SECOND
+            seconds["all"] += process_seconds
             if title.startswith(_REPLICA):
                 name = title.removeprefix(_REPLICA).split(".")[0].strip("\0 ")
-                seconds[name] += used
+                seconds[name] += process_seconds
     return seconds

@@ -197,21 +197,21 @@ def name_of(router: str) -> str:
 @click.option("--talks", type=click.IntRange(1), default=12, show_default=True, help="The number of conversations.")
 def main(rounds: int, routers: Sequence[str], settings: Sequence[str], talks: int) -> dict[str, Any]:
     """Serve by all routers, which take turns; write one JSON file and one page."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     num_rounds = rounds * sum(len(SETTINGS[name].traces) for name in settings)
     with progress("routers", num_rounds) as advance:
         for name in settings:
             setting = SETTINGS[name]
             traces = _run_setting(setting, routers, rounds, talks, advance)
-            found[name] = {"replicas": setting.replicas, "memory": setting.memory, "traces": traces}
-    return {"repeats": rounds, "settings": found}
+            results[name] = {"replicas": setting.replicas, "memory": setting.memory, "traces": traces}
+    return {"repeats": rounds, "settings": results}
 
 
 def _run_setting(
     setting: Setting, routers: Sequence[str], rounds: int, talks: int, advance: Callable[[int], object]
 ) -> dict[str, Any]:
     """Serve a model by all routers; return the figures of each trace."""
-    found: dict[str, Any] = {}
+    figures_by_trace: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         stack = Path(folder, "stack.toml")
         stack.write_text(STACK.format(memory=setting.memory), encoding="utf-8")
@@ -229,8 +229,8 @@ def _run_setting(
                 # Nothing is found of an earlier round or trace, because tokens differ.
                 run = functools.partial(_run_round, urls, trace, talks)
                 turns = counted(by_turns([*urls], rounds, run, advance, warm_up=True))
-                found[trace] = {router: in_columns(figures) for router, figures in turns.items()}
-    return found
+                figures_by_trace[trace] = {router: in_columns(figures) for router, figures in turns.items()}
+    return figures_by_trace
 
 
 def _run_round(urls: Mapping[str, str], trace: str, num_talks: int, router: str, number: int) -> dict[str, Any]:

@@ -168,15 +168,15 @@ class Simulation:
         request, cache = engine.waiting[0], engine.cache
         prompt = request.conversation.token_ids[: request.conversation.turns[request.turn].end]
         num_prompt = len(request.prompt)
-        found = cache.start(request.id, prompt[:num_prompt])
+        num_found = cache.start(request.id, prompt[:num_prompt])
         if not cache.extend(request.id, len(prompt)):
             cache.free(request.id)
             return  # until a request ends
         engine.waiting.popleft()
         engine.is_computing = True
         self.prompt_tokens += num_prompt
-        self.hit_tokens += found
-        self._at(self.now + (num_prompt - found) / PROMPT_TOKENS_A_SECOND, lambda: self._computed(request, prompt))
+        self.hit_tokens += num_found
+        self._at(self.now + (num_prompt - num_found) / PROMPT_TOKENS_A_SECOND, lambda: self._computed(request, prompt))
 
     def _computed(self, request: Request, tokens: Sequence[int]) -> None:
         engine, num_prompt = request.engine, len(request.prompt)

@@ -56,8 +56,8 @@ def with_children(process: int) -> Iterator[int]:
     yield process
     with suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{process}/task"):
-            listed = Path(f"/proc/{process}/task/{thread}/children").read_text(encoding="ascii")
-            for child in listed.split():
+            children = Path(f"/proc/{process}/task/{thread}/children").read_text(encoding="ascii")
+            for child in children.split():
                 yield from with_children(int(child))
 
 
