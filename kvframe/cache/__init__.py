@@ -10,8 +10,8 @@ Its files, in the order of the flow; each uses only those before it.
 - Finding tokens: ``radix_tree``, ``publisher``.
 - Data for other processes: ``events``.
 - Hits and pins, in the pool and its indexes as one: ``stats``, ``prefix_lookup``.
-- Requests that run: argument checks (``arguments``); blocks are allocated, and copied for forks
-  (``allocation``); rows begin, run, release dead blocks and end (``coordinator``).
+- Requests that run: argument checks (``arguments``); blocks are allocated (``allocation``); rows begin, run, release
+  dead blocks and end (``coordinator``).
 - What a request could continue from, wherever its blocks are: ``stored_prefix``.
 - Prefixes from outside of the pool: ``restore``.
 - What an engine calls: ``manager``.

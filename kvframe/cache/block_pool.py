@@ -263,7 +263,7 @@ class BlockPool:
 
     def takes_hints(self, hints: Hints) -> bool:
         """Return whether the policy is given the hints of a request: not if no request has had any."""
-        return self.is_hinted or (self._policy is not None and hints != NO_HINTS)
+        return self._policy is not None and (self._policy.hinted is not None or hints != NO_HINTS)
 
     def may_be_needed(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
         """Return whether each block may be needed again, as far as requests hint: ``[n], bool, host``."""

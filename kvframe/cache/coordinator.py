@@ -376,7 +376,7 @@ class KVCacheCoordinator:
         numbers = self._numbers
         ids = table.ids[row, : numbers.num_blocks.item(0, row)]
         num_released = self._publisher.unfollow(row, ids)
-        if len(ids) > num_released:
+        if num_released < len(ids):
             self._pool.release_blocks(ids[num_released:][::-1], 0)
         ids.fill(0)
         numbers.num_blocks[0, row] = numbers.num_computed[row] = numbers.capacity[row] = 0

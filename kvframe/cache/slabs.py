@@ -100,13 +100,12 @@ class Slabs:
 
     def _take_some(self, group: int, count: int, block_ids: list[int], budget: int) -> None:
         """Take at least one block and at most ``count``, or evict at least one; use at most ``budget`` idle slabs."""
-        has_free_slab = budget > 0 and bool(self._free_slabs)
         slab = next(iter(self._open_held[group]), None)
         if slab is None and budget > 0:
             slab = next(iter(self._open_idle[group]), None)
         if slab is not None:
             self._take_from(slab, count, block_ids)
-        elif has_free_slab:
+        elif budget > 0 and self._free_slabs:
             self._take_free_slabs(group, count, block_ids, budget)
         elif budget > 0:
             slab, slab_priority = self._first_idle()
@@ -156,36 +155,24 @@ class Slabs:
 
     def _change_counts(self, slab: int, held_change: int, cached_change: int, stamp: int) -> None:
         """Change the counts of a slab's held and cached blocks, and put the slab into the sets that it belongs to."""
-        group, is_open, num_before = self._group[slab], bool(self._free[slab]), self._num_held[slab]
+        group, size, num_before = self._group[slab], self._per_slab[self._group[slab]], self._num_held[slab]
         num_held = self._num_held[slab] = num_before + held_change
-        self._num_cached[slab] += cached_change
+        num_cached = self._num_cached[slab] = self._num_cached[slab] + cached_change
         # A slab's free and cached blocks are available to its group while the slab is held.
-        if num_before and num_held:
-            self._available[group] -= held_change
-        elif num_before or num_held:
-            size = self._per_slab[group]
-            self._available[group] += size - num_held if num_held else num_before - size
-        if num_held:
-            if not num_before and self._idle.pop(slab, None) is not None:
-                self._open_idle[group].pop(slab, None)
-            _put(self._open_held[group], slab, is_open)
-            if cached_change or not num_before:
-                _put(self._cached_held[group], slab, self._num_cached[slab] > 0)
-            return
-        if num_before:
-            self._open_held[group].pop(slab, None)
-            self._cached_held[group].pop(slab, None)
-        if not self._num_cached[slab]:
-            if self._idle.pop(slab, None) is not None:
-                self._open_idle[group].pop(slab, None)
-            self._group[slab], self._free[slab] = _NO_GROUP, []
-            self._free_slabs.append(slab)
-            return
-        _put(self._open_idle[group], slab, is_open)
-        if num_before:
+        self._available[group] += (size - num_held if num_held else 0) - (size - num_before if num_before else 0)
+        is_open, is_idle = bool(self._free[slab]), not num_held and num_cached > 0
+        _put(self._open_held[group], slab, num_held > 0 and is_open)
+        _put(self._cached_held[group], slab, num_held > 0 and num_cached > 0)
+        _put(self._open_idle[group], slab, is_idle and is_open)
+        if is_idle and num_before:
             self._idle[slab] = stamp
             if self._pool.eviction is not LRU:
                 self._rank(slab)
+        elif not is_idle:
+            self._idle.pop(slab, None)
+            if not num_held:
+                self._group[slab], self._free[slab] = _NO_GROUP, []
+                self._free_slabs.append(slab)
 
     # --- the order of idle slabs --------------------------------------------------------------------------------------
 
