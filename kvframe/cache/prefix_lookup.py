@@ -44,7 +44,7 @@ class PrefixHit:
         found_tokens: Per group of tokens, stack by stack, the length of its hit without the other groups; empty if no
             token is known.
         limiting: The groups with a shorter hit than others.
-        input_lookups: The hit of each input in each of its groups.
+        found_inputs: For each input in each of its groups, whether all its blocks are cached.
     """
 
     num_tokens: int = 0
@@ -55,7 +55,7 @@ class PrefixHit:
     match: Match = NO_MATCH
     found_tokens: Sequence[int] = ()
     limiting: Sequence[int] = ()
-    input_lookups: Sequence[tuple[int, GroupLookups]] = ()
+    found_inputs: Mapping[InputBlocks, bool] = _NONE
 
     def needed_pages(self, kinds: GroupKinds) -> list[Pages]:
         """Return per group ``[num_blocks], int32``: the pages that a request with this hit references, 0 for none."""
@@ -96,7 +96,7 @@ class PrefixCache:
         self._live = [[kinds.live[group] for group in groups] for groups in self.tree.groups]
         self._alignment, self._max_tokens = plan.alignment, plan.max_model_len
         self._has_sparse = bool(kinds.sparse)
-        self._kinds = tuple(group.spec.kind for group in plan.groups)
+        self._num_groups = len(plan.groups)
         # If some type always needs the last token, no hit is longer than the known tokens.
         needs_last = [live.needs_last for live in kinds.live.values()]
         self._ends_with_match = any(needs_last)
@@ -144,7 +144,7 @@ class PrefixCache:
         if self._has_sparse and match.length > hit_tokens:
             num_known = self.tree.end_of_pages(match)
             branch = num_known - num_known % self._alignment
-        whole_inputs, input_lookups = self._find_inputs(inputs) if inputs else (_NONE, ())
+        whole_inputs, found_inputs = self._find_inputs(inputs) if inputs else (_NONE, _NONE)
         return PrefixHit(
             num_tokens=hit_tokens,
             stacks=stacks,
@@ -154,12 +154,12 @@ class PrefixCache:
             match=match,
             found_tokens=found_tokens,
             limiting=limiting,
-            input_lookups=input_lookups,
+            found_inputs=found_inputs,
         )
 
     def pages_of(self, match: Match, num_tokens: int, inputs: Iterable[InputBlocks]) -> list[Pages]:
         """Return per group ``[num_blocks], int32``: the pages of a match's first tokens and of inputs, 0 for none."""
-        pages = [np.zeros(0, dtype=np.int32) for _ in self._kinds]
+        pages = [np.zeros(0, dtype=np.int32) for _ in range(self._num_groups)]
         stacks = self.tree.pages_of(match, num_tokens)
         for group, (stack, index) in self.tree.stack_indices.items():
             pages[group] = stacks[stack][index]
@@ -185,37 +185,35 @@ class PrefixCache:
 
     def _find_inputs(
         self, inputs: Sequence[InputBlocks]
-    ) -> tuple[dict[str, dict[int, Pages]], list[tuple[int, GroupLookups]]]:
-        """Return the pages of completely cached inputs, and the hit of each input in each group."""
+    ) -> tuple[dict[str, dict[int, Pages]], dict[InputBlocks, bool]]:
+        """Return the pages of inputs that are cached in all groups, and which inputs are cached in which group."""
         pages_of = {blocks: self.inputs.find_input(blocks) for blocks in inputs}
-        complete_inputs = {blocks: pages for blocks, pages in pages_of.items() if pages is not None and pages.all()}
-        found_names = {blocks.sequence for blocks in complete_inputs}
-        lacking = {blocks.sequence for blocks in inputs if blocks not in complete_inputs}
+        found_inputs = {blocks: pages is not None and bool(pages.all()) for blocks, pages in pages_of.items()}
+        lacking = {blocks.sequence for blocks, is_found in found_inputs.items() if not is_found}
         whole_inputs: dict[str, dict[int, Pages]] = {}
-        lookups = []
-        for blocks in inputs:
-            is_found, is_hit = blocks in complete_inputs, blocks.sequence not in lacking
-            is_limiting = not is_found and blocks.sequence in found_names
-            size = blocks.num_tokens
-            group_lookups = GroupLookups(self._kinds[blocks.group], size, size * is_found, size * is_hit, is_limiting)
-            lookups.append((blocks.group, group_lookups))
-            if is_hit:
-                whole_inputs.setdefault(blocks.sequence, {})[blocks.group] = complete_inputs[blocks]
-        return whole_inputs, lookups
+        for blocks, pages in pages_of.items():
+            if pages is not None and blocks.sequence not in lacking:
+                whole_inputs.setdefault(blocks.sequence, {})[blocks.group] = pages
+        return whole_inputs, found_inputs
 
     def count_hit(self, hit: PrefixHit, num_tokens: int, totals: Sequence[GroupLookups]) -> None:
         """Add the hit of a lookup of so many tokens to the totals of each group."""
         for group in self._groups:
             totals[group].asked_tokens += num_tokens
-        if not hit.found_tokens and not hit.input_lookups:
+        if not hit.found_tokens and not hit.found_inputs:
             return
         for group, num_tokens in zip(self._groups, hit.found_tokens, strict=True):
             totals[group].found_tokens += num_tokens
             totals[group].hit_tokens += hit.num_tokens
         for group in hit.limiting:
             totals[group].times_limiting += 1
-        for group, lookups in hit.input_lookups:
-            totals[group].add(lookups)
+        found_names = {blocks.sequence for blocks, is_found in hit.found_inputs.items() if is_found}
+        for blocks, is_found in hit.found_inputs.items():
+            total = totals[blocks.group]
+            total.asked_tokens += blocks.num_tokens
+            total.found_tokens += blocks.num_tokens * is_found
+            total.hit_tokens += blocks.num_tokens * (blocks.sequence in hit.inputs)
+            total.times_limiting += not is_found and blocks.sequence in found_names
 
     def clear(self) -> None:
         """Evict every cached page, and make held ones unfindable."""

@@ -25,13 +25,6 @@ class GroupLookups:
     hit_tokens: int = 0
     times_limiting: int = 0
 
-    def add(self, lookups: GroupLookups) -> None:
-        """Add the counts of other lookups."""
-        self.asked_tokens += lookups.asked_tokens
-        self.found_tokens += lookups.found_tokens
-        self.hit_tokens += lookups.hit_tokens
-        self.times_limiting += lookups.times_limiting
-
 
 @attrs.frozen(kw_only=True)
 class FoundPrefix:
