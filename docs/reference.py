@@ -36,6 +36,7 @@ _OF_USERS: Mapping[str, tuple[str, ...]] = {
 _OF_PLUGINS: Mapping[str, tuple[str, ...]] = {
     "Hooks": ("hookspecs",),
     "Cache specs and layers": ("specs",),
+    "Fields of specs": ("fields",),
     "Masks": ("masks",),
     "Formats": ("formats",),
     "Batch metadata": ("metadata",),

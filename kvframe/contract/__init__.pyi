@@ -39,11 +39,15 @@ from .eviction import LRU as LRU
 from .eviction import MOST_USES as MOST_USES
 from .eviction import EvictionPolicy as EvictionPolicy
 from .eviction import ReleasedPages as ReleasedPages
+from .fields import must_be as must_be
+from .fields import positive_int as positive_int
+from .fields import whole_number as whole_number
 from .formats import ITEM_BYTES as ITEM_BYTES
 from .formats import PLAIN as PLAIN
 from .formats import KVFormat as KVFormat
 from .formats import StateTensor as StateTensor
 from .formats import align_up as align_up
+from .formats import known_dtype as known_dtype
 from .hookspecs import API_VERSION as API_VERSION
 from .hookspecs import Register as Register
 from .hookspecs import hookimpl as hookimpl
@@ -87,7 +91,6 @@ from .specs import LayerSpec as LayerSpec
 from .specs import QuerySpec as QuerySpec
 from .specs import RelativeBias as RelativeBias
 from .specs import TokenRange as TokenRange
-from .specs import positive_int as positive_int
 from .state import StateRound as StateRound
 from .state import StateRun as StateRun
 from .state import StateStep as StateStep

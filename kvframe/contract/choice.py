@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvframe.contract.errors import SpecError, shown
+from kvframe.contract.fields import positive_int, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -31,15 +31,9 @@ class ChoiceSpec:
         num_choosers: Choices for each query: one for all heads, or one for each of so many equal groups of KV heads.
     """
 
-    max_chosen: int
-    block_size: int = 1
-    num_choosers: int = 1
-
-    def __attrs_post_init__(self) -> None:
-        for field in attrs.fields(ChoiceSpec):
-            value = getattr(self, field.name)
-            if type(value) is not int or value < 1:
-                raise SpecError(f"ChoiceSpec.{field.name} must be a whole number of at least 1, not {shown(value)}")
+    max_chosen: int = positive_int
+    block_size: int = attrs.field(default=1, validator=whole_number(1))
+    num_choosers: int = attrs.field(default=1, validator=whole_number(1))
 
     @property
     def unit(self) -> str:

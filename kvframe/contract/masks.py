@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+from attrs.validators import optional
 
-from kvframe.contract.errors import SpecError, shown
+from kvframe.contract.errors import SpecError
+from kvframe.contract.fields import whole_number
 
 MaskFunction = Callable[[Any, Any], Any]
 """``sees(query, key)`` for the positions of a query and a key: whether the query sees the key.
@@ -35,24 +37,12 @@ class AttentionMask:
     """
 
     causal: bool = True
-    window: int | None = None
-    num_sink_tokens: int = 0
-    chunk: int | None = None
-    lookahead: int | None = None
+    window: int | None = attrs.field(default=None, validator=optional(whole_number(1)))
+    num_sink_tokens: int = attrs.field(default=0, validator=whole_number(0))
+    chunk: int | None = attrs.field(default=None, validator=optional(whole_number(1)))
+    lookahead: int | None = attrs.field(default=None, validator=optional(whole_number(0)))
 
     def __attrs_post_init__(self) -> None:
-        for name, number, minimum in (
-            ("window", self.window, 1),
-            ("num_sink_tokens", self.num_sink_tokens, 0),
-            ("chunk", self.chunk, 1),
-            ("lookahead", self.lookahead, 0),
-        ):
-            if number is None and name != "num_sink_tokens":
-                continue
-            if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
-                raise SpecError(
-                    f"AttentionMask.{name} must be a whole number of at least {minimum}, not {shown(number)}"
-                )
         if (self.lookahead is not None) != (not self.causal and self.window is not None):
             raise SpecError(
                 "a bidirectional mask has a window and a lookahead or neither, and a causal mask has no lookahead "

@@ -17,6 +17,7 @@ import attrs
 
 from kvframe.contract.choice import ChoiceSpec
 from kvframe.contract.errors import SpecError, shown
+from kvframe.contract.fields import must_be, positive_int, whole_number
 from kvframe.contract.formats import ITEM_BYTES as ITEM_BYTES
 from kvframe.contract.formats import PLAIN, KVFormat, known_dtype
 from kvframe.contract.formats import STATE_ALIGNMENT_BYTES as STATE_ALIGNMENT_BYTES
@@ -40,22 +41,6 @@ ENCODER = "encoder"
 
 RELATIVE_BIAS = "relative_bias"
 """The name of the learned tensor of a relative bias, ``[num_buckets, num_heads]``."""
-
-
-def _positive(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SpecError(
-            f"{type(instance).__name__}.{attribute.name} must be a whole number of at least 1, not {value!r}"
-        )
-
-
-def _is_format(instance: Any, attribute: attrs.Attribute[KVFormat], value: Any) -> None:
-    if not isinstance(value, KVFormat):
-        raise SpecError(f"{type(instance).__name__}.format must be a KVFormat, not {value!r}")
-
-
-positive_int = attrs.field(validator=_positive)
-"""An attrs field for a count or size: a whole number of at least one."""
 
 
 def union(*ranges: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
@@ -443,10 +428,12 @@ class AttentionSpec(KVCacheSpec, Growing, ABC):
     num_kv_heads: int = positive_int
     head_size: int = positive_int
     head_size_v: int = attrs.field(
-        default=attrs.Factory(lambda self: self.head_size, takes_self=True), validator=_positive
+        default=attrs.Factory(lambda self: self.head_size, takes_self=True), validator=whole_number(1)
     )
     dtype: str = attrs.field(default="float32", validator=known_dtype)
-    format: KVFormat = attrs.field(default=PLAIN, validator=_is_format)
+    format: KVFormat = attrs.field(
+        default=PLAIN, validator=must_be("a KVFormat", lambda value: isinstance(value, KVFormat))
+    )
 
     @property
     def kv_format(self) -> KVFormat:
@@ -526,6 +513,13 @@ def _as_relative_bias(value: RelativeBias | Mapping[str, Any] | None) -> Relativ
     return RelativeBias(**value) if isinstance(value, Mapping) else value
 
 
+def _table(kind: type) -> Any:
+    return attrs.validators.optional(must_be("a table", lambda value: isinstance(value, kind)))
+
+
+_flag = must_be("true or false", lambda value: isinstance(value, bool))
+
+
 @attrs.frozen(kw_only=True)
 class QuerySpec:
     """The query side of an attention layer: what a backend must support beyond the cache.
@@ -550,35 +544,24 @@ class QuerySpec:
 
     num_heads: int = positive_int
     head_size: int = positive_int
-    scale: float
-    soft_cap: float | None = None
-    has_sinks: bool = False
-    relative_bias: RelativeBias | None = attrs.field(default=None, converter=_as_relative_bias)
+    scale: float = attrs.field(validator=must_be("a finite number", _is_finite))
+    soft_cap: float | None = attrs.field(
+        default=None,
+        validator=must_be(
+            "a finite number of more than 0, or None for no cap",
+            lambda value: value is None or (_is_finite(value) and value > 0),
+        ),
+    )
+    has_sinks: bool = attrs.field(default=False, validator=_flag)
+    relative_bias: RelativeBias | None = attrs.field(
+        default=None, converter=_as_relative_bias, validator=_table(RelativeBias)
+    )
     alibi_slopes: tuple[float, ...] | None = attrs.field(default=None, converter=_as_slopes)
-    first_token: int = 0
-    choice: ChoiceSpec | None = attrs.field(default=None, converter=_as_choice)
-    merged: bool = False
+    first_token: int = attrs.field(default=0, validator=whole_number(0))
+    choice: ChoiceSpec | None = attrs.field(default=None, converter=_as_choice, validator=_table(ChoiceSpec))
+    merged: bool = attrs.field(default=False, validator=_flag)
 
     def __attrs_post_init__(self) -> None:
-        if type(self.first_token) is not int or self.first_token < 0:
-            raise SpecError(
-                f"QuerySpec.first_token must be a whole number of at least 0, not {shown(self.first_token)}"
-            )
-        for name, value in (("scale", self.scale), ("soft_cap", self.soft_cap)):
-            if not _is_finite(value) and not (name == "soft_cap" and value is None):
-                raise SpecError(f"QuerySpec.{name} must be a finite number, not {shown(value)}")
-        if self.soft_cap is not None and self.soft_cap <= 0:
-            raise SpecError(
-                f"QuerySpec.soft_cap must be more than 0, not {shown(self.soft_cap)}; None stands for no cap"
-            )
-        if not isinstance(self.has_sinks, bool):
-            raise SpecError(f"QuerySpec.has_sinks must be true or false, not {shown(self.has_sinks)}")
-        if not isinstance(self.merged, bool):
-            raise SpecError(f"QuerySpec.merged must be true or false, not {shown(self.merged)}")
-        if not isinstance(self.choice, ChoiceSpec | None):
-            raise SpecError(f"QuerySpec.choice must be a table, not {shown(self.choice)}")
-        if not isinstance(self.relative_bias, RelativeBias | None):
-            raise SpecError(f"QuerySpec.relative_bias must be a table, not {shown(self.relative_bias)}")
         slopes = self.alibi_slopes
         if self.choice is not None and (slopes is not None or self.relative_bias is not None):
             raise SpecError("QuerySpec has a choice and a bias by distance; chosen tokens are read without one")

@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import attrs
 
-from kvframe.contract.specs import KVCacheSpec, StateTensor, TokenRange, positive_int
+from kvframe.contract.fields import positive_int
+from kvframe.contract.specs import KVCacheSpec, StateTensor, TokenRange
 
 
 @attrs.frozen(kw_only=True)

@@ -93,7 +93,10 @@ def test_the_numbers_of_a_mask_are_whole_and_count_tokens(value: Any) -> None:
 
 @pytest.mark.parametrize("soft_cap", [0, 0.0, -2.0])
 def test_a_soft_cap_is_more_than_zero(soft_cap: float) -> None:
-    with pytest.raises(SpecError, match=f"^QuerySpec.soft_cap must be more than 0, not {soft_cap}"):
+    with pytest.raises(
+        SpecError,
+        match=f"^QuerySpec.soft_cap must be a finite number of more than 0, or None for no cap, not {soft_cap}",
+    ):
         QuerySpec(num_heads=1, head_size=8, scale=1.0, soft_cap=soft_cap)
 
 

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import attrs
 
+from kvframe.contract.fields import positive_int
 from kvframe.contract.formats import StateTensor
-from kvframe.contract.specs import AttentionMask, AttentionSpec, KVCacheSpec, QuerySpec, positive_int
+from kvframe.contract.specs import AttentionMask, AttentionSpec, KVCacheSpec, QuerySpec
 from tests.testing.mistakes.kinds import kind
 
 

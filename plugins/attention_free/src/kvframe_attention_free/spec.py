@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 import attrs
+from attrs.validators import optional
 
-from kvframe.contract import AttentionMask, AttentionSpec, SpecError, TokenRange
+from kvframe.contract import AttentionMask, AttentionSpec, SpecError, TokenRange, whole_number
 
 
 @attrs.frozen(kw_only=True)
@@ -24,14 +25,11 @@ class EncoderOnlySpec(AttentionSpec):
     kind: ClassVar[str] = "encoder_only"
     keeps_past: ClassVar[bool] = False
 
-    window: int | None = None
-    lookahead: int | None = None
+    window: int | None = attrs.field(default=None, validator=optional(whole_number(1)))
+    lookahead: int | None = attrs.field(default=None, validator=optional(whole_number(0)))
 
     def __attrs_post_init__(self) -> None:
-        """Refuse sizes that are no numbers of tokens, and one size without the other."""
-        for name, size, least in (("window", self.window, 1), ("lookahead", self.lookahead, 0)):
-            if size is not None and (type(size) is not int or size < least):
-                raise SpecError(f"EncoderOnlySpec.{name} must be a whole number of at least {least}, not {size!r}")
+        """Refuse one size without the other."""
         if (self.window is None) != (self.lookahead is None):
             raise SpecError("an encoder_only layer has a window and a lookahead, or neither")
 

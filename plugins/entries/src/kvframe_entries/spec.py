@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvframe.contract import ITEM_BYTES, KVCacheSpec, SpecError, StateTensor, TokenRange, UnknownNameError, positive_int
+from kvframe.contract import KVCacheSpec, SpecError, StateTensor, TokenRange, known_dtype, positive_int, whole_number
 
 Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -37,25 +37,6 @@ def _is_tensor(pair: Any) -> bool:
     return all(type(size) is int and size > 0 for size in pair[1])
 
 
-def _is_dtype(instance: Any, attribute: attrs.Attribute[str], value: Any) -> None:
-    if value not in ITEM_BYTES:
-        raise UnknownNameError("dtype", str(value), ITEM_BYTES)
-
-
-def _positive(instance: Any, attribute: attrs.Attribute[int], value: Any) -> None:
-    if type(value) is not int or value < 1:
-        raise SpecError(
-            f"{type(instance).__name__}.{attribute.name} must be a whole number of at least 1, not {value!r}"
-        )
-
-
-def _not_negative(instance: Any, attribute: attrs.Attribute[int], value: Any) -> None:
-    if type(value) is not int or value < 0:
-        raise SpecError(
-            f"{type(instance).__name__}.{attribute.name} must be a whole number of at least 0, not {value!r}"
-        )
-
-
 @attrs.frozen(kw_only=True)
 class TokenEntriesSpec(KVCacheSpec):
     """Vectors of every past token, or of every ``tokens_per_entry`` past tokens: the live range at ``n`` is ``[0, n)``.
@@ -70,8 +51,8 @@ class TokenEntriesSpec(KVCacheSpec):
     layout_fields: ClassVar[frozenset[str]] = frozenset({"tensors", "tokens_per_entry", "model_dtype"})
 
     tensors: Tensors = attrs.field(converter=_as_tensors, validator=_is_tensors)
-    tokens_per_entry: int = attrs.field(default=1, validator=_positive)
-    model_dtype: str = attrs.field(default="float32", validator=_is_dtype)
+    tokens_per_entry: int = attrs.field(default=1, validator=whole_number(1))
+    model_dtype: str = attrs.field(default="float32", validator=known_dtype)
 
     def __attrs_post_init__(self) -> None:
         """Make a block hold whole entries."""
@@ -112,9 +93,9 @@ class UnfinishedGroupSpec(KVCacheSpec):
     layout_fields: ClassVar[frozenset[str]] = frozenset({"tensors", "model_dtype"})
 
     group: int = positive_int
-    overlap: int = attrs.field(default=0, validator=_not_negative)
+    overlap: int = attrs.field(default=0, validator=whole_number(0))
     tensors: Tensors = attrs.field(converter=_as_tensors, validator=_is_tensors)
-    model_dtype: str = attrs.field(default="float32", validator=_is_dtype)
+    model_dtype: str = attrs.field(default="float32", validator=known_dtype)
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
         """Return the tokens of the unfinished group, and the ``overlap`` tokens before it."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvframe.contract import KVCacheSpec, SpecError, StateTensor, TokenRange, align_up
+from kvframe.contract import KVCacheSpec, SpecError, StateTensor, TokenRange, align_up, must_be, whole_number
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -30,35 +30,19 @@ def _as_names(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _shapes(instance: Any, attribute: attrs.Attribute[Shapes], value: Any) -> None:
-    if not isinstance(value, tuple) or not all(
+def _is_shapes(value: Any) -> bool:
+    return isinstance(value, tuple) and all(
         isinstance(shape, tuple) and shape and all(type(size) is int and size > 0 for size in shape) for shape in value
-    ):
-        raise SpecError(
-            f"{type(instance).__name__}.{attribute.name} must be a list of shapes, such as [[64, 4]], not {value!r}"
-        )
+    )
 
 
-def _names(instance: Any, attribute: attrs.Attribute[tuple[str, ...]], value: Any) -> None:
-    if not isinstance(value, tuple) or not all(isinstance(name, str) for name in value):
-        raise SpecError(
-            f"{type(instance).__name__}.{attribute.name} must be a list of dtypes, such as ['float32'], not {value!r}"
-        )
+def _is_names(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
 
 
-def _density(instance: Any, attribute: attrs.Attribute[str], value: Any) -> None:
-    if value not in CHECKPOINTS:
-        raise SpecError(
-            f"{type(instance).__name__}.{attribute.name} must be one of {', '.join(map(repr, CHECKPOINTS))}, "
-            f"not {value!r}"
-        )
-
-
-def _not_negative(instance: Any, attribute: attrs.Attribute[int], value: Any) -> None:
-    if type(value) is not int or value < 0:
-        raise SpecError(
-            f"{type(instance).__name__}.{attribute.name} must be a whole number of at least 0, not {value!r}"
-        )
+_shapes = must_be("a list of shapes, such as [[64, 4]]", _is_shapes)
+_names = must_be("a list of dtypes, such as ['float32']", _is_names)
+_density = must_be(f"one of {', '.join(map(repr, CHECKPOINTS))}", lambda value: value in CHECKPOINTS)
 
 
 @attrs.frozen(kw_only=True)
@@ -95,7 +79,7 @@ class MambaSpec(KVCacheSpec):
     recurrent_dtypes: tuple[str, ...] = attrs.field(default=(), converter=_as_names, validator=_names)
     model_dtype: str = "float32"
     checkpoints: str = attrs.field(default="aligned", validator=_density)
-    num_draft_tokens: int = attrs.field(default=0, validator=_not_negative)
+    num_draft_tokens: int = attrs.field(default=0, validator=whole_number(0))
 
     def __attrs_post_init__(self) -> None:
         """Give every state a dtype, and a request a single block if there are no checkpoints."""

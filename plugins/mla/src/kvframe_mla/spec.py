@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import attrs
 
 from kvframe.contract import (
-    ITEM_BYTES,
     AttentionMask,
     KVCacheSpec,
     QuerySpec,
     SpecError,
     StateTensor,
     TokenRange,
-    UnknownNameError,
+    known_dtype,
     positive_int,
+    whole_number,
 )
 
 KV_UP = "kv_up"
 """The name of the up-projection ``[num_heads, nope_size + head_size_v, latent_size]``. It turns a latent into a head's
 key, and its value. ``nope_size`` is the query's head size without the rotated part, which comes last in queries and
 keys."""
-
-
-def _known_dtype(instance: Any, attribute: attrs.Attribute[str], value: str) -> None:
-    if value not in ITEM_BYTES:
-        raise UnknownNameError("dtype", str(value), ITEM_BYTES)
-
-
-def _not_negative(instance: Any, attribute: attrs.Attribute[int], value: Any) -> None:
-    if type(value) is not int or value < 0:
-        raise SpecError(f"MLASpec.{attribute.name} must be a whole number of at least 0, not {value!r}")
 
 
 @attrs.frozen(kw_only=True)
@@ -55,9 +45,9 @@ class MLASpec(KVCacheSpec):
     layout_fields: ClassVar[frozenset[str]] = frozenset({"latent_size", "rope_size", "head_size_v", "dtype"})
 
     latent_size: int = positive_int
-    rope_size: int = attrs.field(validator=_not_negative)
+    rope_size: int = attrs.field(validator=whole_number(0))
     head_size_v: int = positive_int
-    dtype: str = attrs.field(default="float32", validator=_known_dtype)
+    dtype: str = attrs.field(default="float32", validator=known_dtype)
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
         """Return ``[0, n)``, as one range."""

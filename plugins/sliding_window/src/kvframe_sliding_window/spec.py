@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import attrs
 
 from kvframe import FullAttentionSpec
-from kvframe.contract import AttentionMask, AttentionSpec, SpecError, TokenRange, positive_int
-
-
-def _not_negative(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise SpecError(
-            f"{type(instance).__name__}.{attribute.name} must be a whole number of at least 0, not {value!r}"
-        )
+from kvframe.contract import AttentionMask, AttentionSpec, TokenRange, positive_int, whole_number
 
 
 @attrs.frozen(kw_only=True)
@@ -32,7 +25,7 @@ class SlidingWindowSpec(AttentionSpec):
     kind: ClassVar[str] = "sliding_window"
 
     window: int = positive_int
-    num_sink_tokens: int = attrs.field(default=0, validator=_not_negative)
+    num_sink_tokens: int = attrs.field(default=0, validator=whole_number(0))
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
         """Return the sinks and the window before ``n``; one range if they touch."""
