@@ -62,6 +62,7 @@ _OF_ENGINE: Mapping[str, tuple[str, ...]] = {
     "Scheduling": ("scheduling",),
     "Proposers": ("proposer",),
     "Logits processors": ("logits",),
+    "Errors of an engine": ("errors",),
 }
 """The names of ``kvframe_engine.contract``, likewise."""
 

@@ -21,12 +21,10 @@ from .entries import EntryStep as EntryStep
 from .entries import NewTokens as NewTokens
 from .errors import BackendError as BackendError
 from .errors import ContestedNameError as ContestedNameError
-from .errors import EngineError as EngineError
 from .errors import KVFrameError as KVFrameError
 from .errors import ModelError as ModelError
 from .errors import PlanError as PlanError
 from .errors import PluginError as PluginError
-from .errors import PrefixFileError as PrefixFileError
 from .errors import RequestError as RequestError
 from .errors import SpecError as SpecError
 from .errors import StackError as StackError

@@ -14,13 +14,13 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from kvframe_engine.contract.errors import PrefixFileError
 from kvframe_engine.prefixes.file_format import Contents
 from kvframe_engine.prefixes.file_reader import PrefixFileReader
 from kvframe_testing.audit import audit, findable_pages
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, Stack
-from kvframe.contract.errors import PrefixFileError
 from tests.models.serving import TinyModel, ids, make_stack
 from tests.support.engines import held_pages, manager_of, storage_of
 

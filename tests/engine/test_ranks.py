@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_engine.commands.prompts import read_prompts
+from kvframe_engine.contract.errors import EngineError
 from kvframe_engine.ranks import links, step_limit
 from kvframe_engine.ranks.agreement import RankSetup, agree
 from kvframe_engine.ranks.environment import ProcessRank, find_rank, stack_of_rank
@@ -33,14 +34,7 @@ from kvframe import Stack
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables
-from kvframe.contract.errors import (
-    BackendError,
-    EngineError,
-    KVFrameError,
-    RequestError,
-    SpecError,
-    StackError,
-)
+from kvframe.contract.errors import BackendError, KVFrameError, RequestError, SpecError, StackError
 from kvframe.contract.specs import ENCODER, TOKENS, LayerSpec
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import KVCachePlan, plan_cache

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
+from kvframe_engine.contract.errors import PrefixFileError
 from kvframe_engine.requests.prompt import AnyPrompt
 from kvframe_testing.audit import audit, findable_pages
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, InputSequence, Prompt, Stack, content_key, prefix_key
-from kvframe.contract.errors import ModelError, PrefixFileError, RequestError
+from kvframe.contract.errors import ModelError, RequestError
 from tests.cache.mirror import Mirror
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, TinyModel, held_pages, ids

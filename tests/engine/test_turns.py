@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from kvframe_engine.contract.errors import EngineError
 from kvframe_engine.core import EngineCore
 from kvframe_engine.turns import Turns, verb
 
 from kvframe import Embedder, Engine, SamplingParams
-from kvframe.contract.errors import EngineError, RequestError
+from kvframe.contract.errors import RequestError
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import TinyModel, make_stack
 from tests.support.engines import requests_of

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 from kvframe_engine.contract import DraftRequest
+from kvframe_engine.contract.errors import EngineError
 from kvframe_engine.ranks import links
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.requests.output import RequestOutput
@@ -31,7 +32,7 @@ from kvframe_transformers import adapter  # noqa: F401  # imported before the pr
 from transformers import AutoModelForCausalLM
 
 from kvframe import Embedder, Engine, SamplingParams, Stack
-from kvframe.contract.errors import EngineError, KVFrameError
+from kvframe.contract.errors import KVFrameError
 from tests.loading.fake_distributions import FakeSite
 from tests.models.knowing import ANSWERS, Knowing
 from tests.models.serving import GREEDY, PROMPTS, held_pages, make_stack

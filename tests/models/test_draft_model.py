@@ -17,13 +17,13 @@ import pytest
 import torch
 from kvframe_draft_model.proposer import DraftModelProposer
 from kvframe_engine.assembly import _load_draft
-from kvframe_engine.contract import DraftRequest
+from kvframe_engine.contract import DraftRequest, PrefixFileError
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.leader import Leader
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Embedder, Prompt, RequestOutput, SamplingParams, Setup, Stack
-from kvframe.contract import PrefixFileError, StackError
+from kvframe.contract import StackError
 from kvframe.planning.recognise import FoundAdapter
 from tests.covering import cover_values, few
 from tests.models import encoder_decoder

@@ -10,12 +10,13 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from kvframe_engine.contract import EngineError
 from kvframe_transformers.testing import save_tiny
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from kvframe import Embedder, Engine, Prompt, SamplingParams, Stack
-from kvframe.contract import EngineError, ModelError, RequestError
+from kvframe.contract import ModelError, RequestError
 from tests.covering import cover_pairs, cover_values, few, keep
 from tests.models.serving import GREEDY, PROMPTS, ids
 from tests.support.engines import runner_of, scheduler_of

@@ -16,7 +16,7 @@ from typing import Any, cast
 import attrs
 import pytest
 import torch
-from kvframe_engine.contract import DraftRequest
+from kvframe_engine.contract import DraftRequest, PrefixFileError
 from kvframe_engine.running.heads_runner import HeadsRunner
 from kvframe_engine.running.model_runner import Compute, TokenRunner
 from kvframe_mtp.proposer import MTPProposer
@@ -29,15 +29,7 @@ from kvframe import Engine, SamplingParams, Stack, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.contract import (
-    LayerSpec,
-    ModelDescription,
-    ModelError,
-    PrefixFileError,
-    QuerySpec,
-    StackError,
-    WrapperError,
-)
+from kvframe.contract import LayerSpec, ModelDescription, ModelError, QuerySpec, StackError, WrapperError
 from kvframe.planning.recognise import find_adapter
 from kvframe.selection.refusals import find_refusals
 from tests.covering import cover_values, few, keep

@@ -10,9 +10,10 @@ from typing import Any
 import attrs
 
 from kvframe import Hints, Pin
-from kvframe.contract.errors import KVFrameError, ModelError, PrefixFileError, RequestError, StackError, shown
+from kvframe.contract.errors import KVFrameError, ModelError, RequestError, StackError, shown
 from kvframe.contract.model import PredictionHeads
 from kvframe_engine.assembly import Assembly
+from kvframe_engine.contract.errors import PrefixFileError
 from kvframe_engine.core import EngineCore
 from kvframe_engine.graphs.sizes import Generating, UsualStep
 from kvframe_engine.graphs.step_graphs import Forward, StepGraphs

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from types import FrameType, TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-from kvframe.contract.errors import EngineError
+from kvframe_engine.contract.errors import EngineError
 
 # `signal` converts handlers to enums, which takes 70 us, and an engine calls this in every step; `_signal` does not.
 _signal: Any = import_module("_signal" if find_spec("_signal") else "signal")

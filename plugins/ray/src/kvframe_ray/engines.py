@@ -7,12 +7,13 @@ import logging
 import uuid
 from typing import Any
 
+from kvframe_engine.contract import EngineError
 from kvframe_serve.runner import EngineEnded, EngineRequest, Receive
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from kvframe.contract import EngineError, RequestError
+from kvframe.contract import RequestError
 from kvframe_ray.following import following_of
 from kvframe_ray.messages import DIRECTLY, Asked, Job, Model, Refusal
 

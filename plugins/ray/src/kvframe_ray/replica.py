@@ -8,6 +8,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from kvframe_engine.contract import EngineError
 from kvframe_serve.application import load_engine, served_model
 from kvframe_serve.engine_thread import EngineThread
 from kvframe_serve.limits import read_limits
@@ -16,7 +17,7 @@ from kvframe_stores import choose_secret
 from ray import serve
 
 from kvframe import find_model
-from kvframe.contract import EngineError, RequestError
+from kvframe.contract import RequestError
 from kvframe_ray.feeds import Feeds
 from kvframe_ray.messages import Asked, Events, Job, Model, Refusal, ToReplica
 

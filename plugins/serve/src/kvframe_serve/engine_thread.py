@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 import attrs
+from kvframe_engine.contract import EngineError
 
 from kvframe import Embedder, Engine
-from kvframe.contract import EngineError
 from kvframe_serve.request_log import LOG
 from kvframe_serve.runner import EngineEnded, EngineRequest, Receive
 

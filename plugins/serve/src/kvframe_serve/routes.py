@@ -8,12 +8,13 @@ from typing import Any
 
 import attrs
 from fastapi import FastAPI, Request
+from kvframe_engine.contract import EngineError
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from kvframe import API_VERSION
-from kvframe.contract import EngineError, ModelError, RequestError, shown
+from kvframe.contract import ModelError, RequestError, shown
 from kvframe_serve.access import CALLER, error_body
 from kvframe_serve.answering import Answerer, Embeddings
 from kvframe_serve.generation import RequestFailedError

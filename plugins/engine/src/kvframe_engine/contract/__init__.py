@@ -1,7 +1,8 @@
 """The engine's own contract: what a plugin implements that only an engine can serve. It imports no torch.
 
-Proposers of draft tokens, logits processors and scheduling policies. They grow as ``kvframe.contract`` does, under the
-same version. ``__init__.pyi`` lists the names; each is imported when it is first used.
+Proposers of draft tokens, logits processors and scheduling policies, and the errors of an engine. They grow as
+``kvframe.contract`` does, under the same version. ``__init__.pyi`` lists the names; each is imported when it is first
+used.
 """
 
 import lazy_loader

@@ -1,5 +1,7 @@
 """The names of ``kvframe_engine.contract``, each under the module that defines it."""
 
+from .errors import EngineError as EngineError
+from .errors import PrefixFileError as PrefixFileError
 from .logits import LogitsProcessor as LogitsProcessor
 from .logits import ProcessedRequest as ProcessedRequest
 from .logits import Vocabulary as Vocabulary

@@ -13,7 +13,7 @@ from typing import IO, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.contract.errors import PrefixFileError
+from kvframe_engine.contract.errors import PrefixFileError
 from kvframe_engine.prefixes.file_format import (
     FORMAT,
     LENGTH_BYTES,

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe import InputSequence
-from kvframe.contract.errors import FileError, PrefixFileError
+from kvframe.contract.errors import FileError
 from kvframe.files import exists
+from kvframe_engine.contract.errors import PrefixFileError
 from kvframe_engine.prefixes.file_format import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,

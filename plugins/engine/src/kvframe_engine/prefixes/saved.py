@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from kvframe import KVCacheManager, KVCachePlan, KVCacheStorage, Pin, Setup
-from kvframe.contract.errors import PrefixFileError, RequestError, shown
+from kvframe.contract.errors import RequestError, shown
+from kvframe_engine.contract.errors import PrefixFileError
 from kvframe_engine.pool_pages import PoolPages
 from kvframe_engine.prefixes.file_format import FilePrefix, Offsets
 from kvframe_engine.prefixes.file_reader import PrefixFileReader

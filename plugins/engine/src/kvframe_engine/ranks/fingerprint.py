@@ -11,8 +11,9 @@ import torch
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from kvframe.contract.errors import EngineError, ModelError, listed, shorten
+from kvframe.contract.errors import ModelError, listed, shorten
 from kvframe.contract.model import LoadedModel
+from kvframe_engine.contract.errors import EngineError
 
 NUM_SAMPLES, SAMPLE_BYTES = 4, 256
 """Of a tensor, the bytes at the start of 4 equal parts and at the end are compared. They show weights of another

@@ -23,8 +23,9 @@ from typing import Any
 
 import attrs
 
-from kvframe.contract.errors import EngineError, listed
+from kvframe.contract.errors import listed
 from kvframe.foreign import safe_reason
+from kvframe_engine.contract.errors import EngineError
 
 RANK_FAILED_EXIT_CODE = 71
 """Exit code of a process that ends because another rank failed; ``EX_OSERR`` of sysexits.h."""

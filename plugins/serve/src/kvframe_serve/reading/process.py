@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+from kvframe_engine.contract import EngineError
 
-from kvframe.contract import EngineError, ModelError, RequestError
+from kvframe.contract import ModelError, RequestError
 from kvframe_serve.quotas import BusyError
 from kvframe_serve.reading.question import ServedModel
 from kvframe_serve.request_log import LOG
