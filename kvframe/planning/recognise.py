@@ -14,8 +14,8 @@ import attrs
 
 from kvframe.config.options import MODEL_DTYPES
 from kvframe.contract.description import ModelDescription, ModelShare
-from kvframe.contract.errors import FileError, KVFrameError, ModelError, PluginError, nearest_of, shorten, shown
-from kvframe.files import exists
+from kvframe.contract.errors import KVFrameError, ModelError, PluginError, nearest_of, shown
+from kvframe.files import reason_of
 from kvframe.foreign import call, safe_repr
 from kvframe.loading.packages import to_install
 from kvframe.planning.layer_file import LayerFiles, is_layer_file, parse_file
@@ -139,11 +139,8 @@ def find_model(model: Path | str, *, weights: bool, registry: Registry | None = 
         ModelError: There is no such path, and no adapter finds a model by that name.
     """
     path = Path(model)
-    try:
-        if exists(path):
-            return path
-    except FileError as error:
-        raise ModelError(f"{shorten(str(path))} {error}") from error
+    if _exists(path):
+        return path
     sentences = [_not_there(path)]
     from kvframe.loading.plugins import load_plugins  # here, so that help of the command line loads no plugins
 
@@ -172,17 +169,21 @@ def _not_there(path: Path) -> str:
     return f"there is no file or folder {path}{hint}"
 
 
+def _exists(path: Path) -> bool:
+    """Return whether a path exists; raise ``ModelError`` if it cannot be a path, for example if it is too long."""
+    try:
+        return path.exists()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the model {shown(str(path))} cannot be read: {reason_of(error)}") from error
+
+
 def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
     """Return the one model adapter that recognises ``path``; adapters that fail are ignored.
 
     Raises:
         ModelError: The path does not exist, or no adapter or more than one recognises it.
     """
-    try:
-        is_there = exists(path)
-    except FileError as error:
-        raise ModelError(f"the model {shown(str(path))} {error}") from error
-    if not is_there:
+    if not _exists(path):
         raise ModelError(f"there is no file or folder {path}")
     adapters: dict[str, FoundAdapter] = {}
     problems: list[str] = []
