@@ -29,7 +29,7 @@ def main(model: str, folder: str) -> None:
 
 def trace_of(model: str) -> list[str]:
     """Return the command that runs prompts with a common prefix, all at once, in a small cache."""
-    return ["trace", model, "--memory", "1MiB", "--max-new-tokens", "32", *(f"--prompt={each}" for each in PROMPTS)]
+    return ["trace", model, "--memory", "1MiB", "--max-new-tokens", "32", *(f"--prompt={prompt}" for prompt in PROMPTS)]
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def serve(manager: KVCacheManager, prompts: dict[str, array[int]], num_new_token
         for token_ids in prompts.values():
             token_ids.append(step)
         num_tokens += 1
-    held = {name: [sum(map(bool, block_ids)) for block_ids in manager.block_ids(name)] for name in prompts}
-    print("pages held at the end:", held)
+    held_pages = {name: [sum(map(bool, block_ids)) for block_ids in manager.block_ids(name)] for name in prompts}
+    print("pages held at the end:", held_pages)
     for name in prompts:
         manager.free(name)
     return hits

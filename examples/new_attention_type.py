@@ -116,8 +116,8 @@ def generate_densely(model: Any, prompt: list[int], num_tokens: int) -> list[int
         position = torch.arange(len(token_ids))
         query, key = position[:, None], position[None, :]
         causal = key <= query
-        seen = causal & ((key // STRIDE == query // STRIDE) | (key % STRIDE >= STRIDE - NUM_SUMMARY))
-        masks = {"sliding_attention": seen[None, None], "full_attention": causal[None, None]}
+        mask = causal & ((key // STRIDE == query // STRIDE) | (key % STRIDE >= STRIDE - NUM_SUMMARY))
+        masks = {"sliding_attention": mask[None, None], "full_attention": causal[None, None]}
         with torch.no_grad():
             logits = model(torch.tensor([token_ids]), attention_mask=masks, use_cache=False).logits
         token_ids.append(int(logits[0, -1].argmax()))
@@ -143,8 +143,8 @@ def main() -> None:
                     print(f"{choice.layer}: backend {choice.backend}")
                 outputs = [engine.generate([prompts[0]], params)[0], *engine.generate(prompts[1:], params)]
                 stats = engine.stats()
-                for group, most in zip(engine.plan.groups, stats.peak_blocks_held, strict=True):
-                    print(f"{group.spec.kind}: {len(group.layers)} layers, at most {most} blocks held")
+                for group, max_blocks in zip(engine.plan.groups, stats.peak_blocks_held, strict=True):
+                    print(f"{group.spec.kind}: {len(group.layers)} layers, at most {max_blocks} blocks held")
                 print(f"generated for the first prompt: {list(outputs[0].token_ids)}")
                 print(f"prefix cache: {stats.cached_prompt_tokens} of {stats.prompt_tokens} prompt tokens")
         equal = [list(output.token_ids) == tokens for output, tokens in zip(outputs, expected, strict=True)]

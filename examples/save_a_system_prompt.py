@@ -74,8 +74,8 @@ def ask(model: Path, file: Path) -> None:
         loading = time.perf_counter() - started
         before = engine.stats().cached_prompt_tokens
         loaded, waiting = first_token(engine)
-        found = engine.stats().cached_prompt_tokens - before
-    print(f"loaded {prefix.num_tokens} tokens in {1000 * loading:.0f} ms; the question found {found} of them")
+        num_found = engine.stats().cached_prompt_tokens - before
+    print(f"loaded {prefix.num_tokens} tokens in {1000 * loading:.0f} ms; the question found {num_found} of them")
     print(f"first token: {1000 * computing:.0f} ms with them computed, {1000 * waiting:.0f} ms with them loaded")
     print(f"the same token: {computed == loaded}")
 

@@ -25,12 +25,12 @@ def main(path: str) -> None:
 
 def address(server: subprocess.Popen[str]) -> str:
     """Wait until a server says where it serves, and return that."""
-    said = []
+    lines = []
     for line in server.stderr or ():
-        said.append(line)
+        lines.append(line)
         if line.startswith("serving "):
             return line.split()[-1]
-    raise SystemExit("".join(said))
+    raise SystemExit("".join(lines))
 
 
 def ask(client: openai.OpenAI) -> None:

@@ -72,16 +72,16 @@ class Host:
     def step(self) -> None:
         """Compute the next tokens of all running requests, and the prompts of those that can start."""
         self.admit()
-        budget, chosen = self.max_num_tokens, []
+        budget, requests = self.max_num_tokens, []
         for request in self.running:
             num_new = min(budget, len(request.token_ids) - request.num_computed)
             if num_new and self.manager.extend(request.name, request.num_computed + num_new):
-                chosen.append((request, num_new))
+                requests.append((request, num_new))
                 budget -= num_new
-        if not chosen:
+        if not requests:
             raise MemoryError("the cache is too small for the running requests; give it more memory")
-        next_ids = self.compute(chosen)
-        for (request, num_new), token_id in zip(chosen, next_ids, strict=True):
+        next_ids = self.compute(requests)
+        for (request, num_new), token_id in zip(requests, next_ids, strict=True):
             request.num_computed += num_new
             if request.num_computed == len(request.token_ids):  # otherwise its prompt goes on in the next step
                 request.token_ids.append(token_id)
@@ -100,17 +100,17 @@ class Host:
                 return
             self.running.append(self.waiting.popleft())
 
-    def compute(self, chosen: Sequence[tuple[Request, int]]) -> list[int]:
+    def compute(self, requests: Sequence[tuple[Request, int]]) -> list[int]:
         """Run the model once over the next ``num_new`` tokens of each request, packed; return what follows each."""
-        query_lens = np.array([num_new for _, num_new in chosen])
+        query_lens = np.array([num_new for _, num_new in requests])
         batch = StepBatch(
-            rows=np.array([self.manager.row(request.name) for request, _ in chosen]),
-            num_computed=np.array([request.num_computed for request, _ in chosen]),
+            rows=np.array([self.manager.row(request.name) for request, _ in requests]),
+            num_computed=np.array([request.num_computed for request, _ in requests]),
             query_lens=query_lens,
             generating_indices=np.cumsum(query_lens) - 1,
         )
         token_ids = np.concatenate(
-            [request.token_ids[request.num_computed : request.num_computed + num_new] for request, num_new in chosen]
+            [request.token_ids[request.num_computed : request.num_computed + num_new] for request, num_new in requests]
         ).astype(np.int64)
         metadata = self.layers.build_metadata(batch, self.manager.tables)
         inputs = (token_ids, batch.token_positions[1], batch.generating_indices)

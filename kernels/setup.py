@@ -18,7 +18,7 @@ from setuptools.command.build_py import build_py
 CPU = Path("src/kvframe_kernels/cpu")
 variants = runpy.run_path(str(CPU / "variants.py"))
 machine = os.environ.get("KVFRAME_KERNELS_MACHINE", platform.machine())
-chosen = variants["VARIANTS"].get(machine, ()) if os.environ.get("KVFRAME_KERNELS_PREBUILT") else ()
+prebuilt_variants = variants["VARIANTS"].get(machine, ()) if os.environ.get("KVFRAME_KERNELS_PREBUILT") else ()
 
 
 class WithKernels(Distribution):
@@ -26,7 +26,7 @@ class WithKernels(Distribution):
 
     def has_ext_modules(self) -> bool:
         """Return whether the wheel is for one kind of machine."""
-        return bool(chosen)
+        return bool(prebuilt_variants)
 
 
 class BuildWithKernels(build_py):
@@ -35,7 +35,7 @@ class BuildWithKernels(build_py):
     def run(self) -> None:
         """Copy the sources, then compile."""
         super().run()
-        for variant in chosen:
+        for variant in prebuilt_variants:
             library = Path(self.build_lib, "kvframe_kernels", "cpu", "lib", f"{variant.name}.so")
             self.mkpath(str(library.parent))
             compiler = shlex.split(os.environ.get("CXX", "c++"))
@@ -49,7 +49,7 @@ class WheelOfMachine(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         """Return the versions of Python, the interface to it and the machine."""
         tag = super().get_tag()
-        return ("py3", "none", tag[2]) if chosen else tag
+        return ("py3", "none", tag[2]) if prebuilt_variants else tag
 
 
 setup(distclass=WithKernels, cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfMachine})

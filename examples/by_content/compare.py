@@ -77,8 +77,8 @@ def run(
         with Engine.from_pretrained(folder, stack=Stack.from_mapping(tables), plugins=[plugin]) as engine:
             outputs = [engine.generate([PROMPTS[0]], PARAMS)[0], *engine.generate(PROMPTS[1:], PARAMS)]
             stats = engine.stats()
-            for group, most in zip(engine.plan.groups, stats.peak_blocks_held, strict=True):
-                print(f"{group.layers[0]}: at most {most} blocks held")
+            for group, max_blocks in zip(engine.plan.groups, stats.peak_blocks_held, strict=True):
+                print(f"{group.layers[0]}: at most {max_blocks} blocks held")
             print(f"prefix cache: {stats.cached_prompt_tokens} of {stats.prompt_tokens} prompt tokens")
     equal = [list(output.token_ids) == tokens for output, tokens in zip(outputs, expected, strict=True)]
     print(f"other tokens than full attention: {plain[0, len(PROMPTS[0]) :].tolist() != expected[0]}")

@@ -84,7 +84,7 @@ def means_of(tokens: torch.Tensor, group: int) -> torch.Tensor:
 def attend(layer: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return attention of one query over all that is given."""
     assert layer.query is not None
-    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
     weights = (torch.einsum("qhd,thd->hqt", query, key) * layer.query.scale).softmax(-1)
     return torch.einsum("hqt,thd->qhd", weights, value)
 
@@ -101,10 +101,10 @@ class CompressiveMemoryBackend(AttentionBackend):
         spec: Any = layer.spec
         tokens, memory, output = EntryStep(kv_cache, metadata), more.entries["memory"], torch.zeros_like(query)
         for new in memory.requests:
-            done = new.first // spec.group
+            num_complete = new.first // spec.group
             # The means of the groups that this step completes; the tokens of the first of them are still resident.
-            rest = tokens.read(new.request, done * spec.group)
-            memory.store(new.request, done, **{name: means_of(rest[name], spec.group) for name in "kv"})
+            rest = tokens.read(new.request, num_complete * spec.group)
+            memory.store(new.request, num_complete, **{name: means_of(rest[name], spec.group) for name in "kv"})
             means = memory.read(new.request)
             for row, n in enumerate(range(new.first, new.stop), new.rows.start):
                 oldest = spec.first_recent(n)

@@ -79,13 +79,13 @@ class DuoSpec(AttentionSpec):
 
 
 def attend(
-    layer: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
+    layer: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
     """Return attention of some heads under a mask, ``[num_queries, num_tokens]``."""
     assert layer.query is not None
-    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
     scores = torch.einsum("qhd,thd->hqt", query, key) * layer.query.scale
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
     return torch.einsum("hqt,thd->qhd", weights, value)
 
 

@@ -78,20 +78,20 @@ def attend(
 ) -> torch.Tensor:
     """Return attention of the queries at the positions from ``first`` on, over the tokens of their request."""
     group_size = query.shape[1] // key.shape[1]
-    key, value, means = (each.repeat_interleave(group_size, dim=1) for each in (key, value, means))
+    key, value, means = (tensor.repeat_interleave(group_size, dim=1) for tensor in (key, value, means))
     position = torch.arange(first, first + len(query))
     own, block = position // spec.chunk, torch.arange(-(-len(key) // spec.chunk))
     fits = query.new_full((query.shape[1], len(query), len(block)), -torch.inf)
     fits[..., : len(means)] = torch.einsum("qhd,bhd->hqb", query, means)
     fits = fits.masked_fill(block >= own[:, None], -torch.inf)
     best = fits.topk(min(spec.num_blocks, len(block)), dim=-1)
-    chosen = torch.zeros_like(fits, dtype=torch.bool).scatter(-1, best.indices, best.values > -torch.inf)
-    chosen |= block == own[:, None]
+    chosen_blocks = torch.zeros_like(fits, dtype=torch.bool).scatter(-1, best.indices, best.values > -torch.inf)
+    chosen_blocks |= block == own[:, None]
     token = torch.arange(len(key))
-    seen = chosen[..., token // spec.chunk] & (token <= position[:, None])
+    mask = chosen_blocks[..., token // spec.chunk] & (token <= position[:, None])
     assert layer.query is not None
     scores = torch.einsum("qhd,thd->hqt", query, key) * layer.query.scale
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
     return torch.einsum("hqt,thd->qhd", weights, value)
 
 
@@ -107,9 +107,9 @@ class MobaBackend(AttentionBackend):
         spec: Any = layer.spec
         tokens, means, output = EntryStep(kv_cache, metadata), more.entries["means"], torch.zeros_like(query)
         for new in means.requests:
-            own, done = tokens.read(new.request), new.first // spec.chunk
+            own, num_complete = tokens.read(new.request), new.first // spec.chunk
             # The means of the blocks that this step completes; those of earlier ones are stored.
-            means.store(new.request, done, mean=means_of(own["k"][done * spec.chunk :], spec.chunk))
+            means.store(new.request, num_complete, mean=means_of(own["k"][num_complete * spec.chunk :], spec.chunk))
             mean = means.read(new.request)["mean"]
             output[new.rows] = attend(spec, layer, query[new.rows], own["k"], own["v"], mean, new.first)
         return output

@@ -77,16 +77,16 @@ def attend(
     assert layer.query is not None
     scale, group_size = layer.query.scale, query.shape[1] // tokens["k"].shape[1]
     key, value, old_key, old_value = (
-        each[name].repeat_interleave(group_size, dim=1) for each in (tokens, means) for name in "kv"
+        states[name].repeat_interleave(group_size, dim=1) for states in (tokens, means) for name in "kv"
     )
     position, token = torch.arange(first, first + len(query))[:, None], torch.arange(len(key))
     own, block = position // spec.chunk, torch.arange(len(old_key))
     scores = torch.einsum("qhd,bhd->hqb", query, old_key) * scale
     scores = scores.masked_fill(block >= own, -torch.inf)
     best = scores.topk(min(spec.num_blocks, len(block)), dim=-1)
-    chosen = torch.zeros(*scores.shape[:2], int(own.max()) + 1, dtype=torch.bool)
-    chosen = chosen.scatter(-1, best.indices, best.values > -torch.inf)
-    read = chosen[..., token // spec.chunk] & (token <= position)
+    chosen_blocks = torch.zeros(*scores.shape[:2], int(own.max()) + 1, dtype=torch.bool)
+    chosen_blocks = chosen_blocks.scatter(-1, best.indices, best.values > -torch.inf)
+    read = chosen_blocks[..., token // spec.chunk] & (token <= position)
     near = (token <= position) & (token > position - spec.window)
     products = torch.einsum("qhd,thd->hqt", query, key) * scale
     outputs = [
@@ -113,10 +113,10 @@ class NativeSparseBackend(AttentionBackend):
         spec: Any = layer.spec
         tokens, means, output = EntryStep(kv_cache, metadata), more.entries["means"], torch.zeros_like(query)
         for new in means.requests:
-            own, done = tokens.read(new.request), new.first // spec.chunk
+            own, num_complete = tokens.read(new.request), new.first // spec.chunk
             # The means of the blocks that this step completes; those of earlier ones are stored.
-            rest = {name: means_of(own[name][done * spec.chunk :], spec.chunk) for name in "kv"}
-            means.store(new.request, done, **rest)
+            rest = {name: means_of(own[name][num_complete * spec.chunk :], spec.chunk) for name in "kv"}
+            means.store(new.request, num_complete, **rest)
             output[new.rows] = attend(spec, layer, query[new.rows], own, means.read(new.request), new.first)
         return output
 

@@ -113,8 +113,8 @@ def define(
         for head, tokens in enumerate(kept_tokens):
             sees[head, num_prompt_tokens:, tokens] = True
     groups = query.shape[1] // num_kv_heads
-    rows, keys, values = (each.transpose(0, 1) for each in (query, key, value))
-    keys, values, sees = (each.repeat_interleave(groups, dim=0) for each in (keys, values, sees))
+    rows, keys, values = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    keys, values, sees = (tensor.repeat_interleave(groups, dim=0) for tensor in (keys, values, sees))
     return torch.nn.functional.scaled_dot_product_attention(rows, keys, values, sees).transpose(0, 1)
 
 

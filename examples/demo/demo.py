@@ -112,13 +112,13 @@ def report(served: Served) -> str:
     """Return what was served, and what it shows, as text."""
     stats = served.stats
     copied = [
-        ours == asked
+        ours == expected
         for output in served.outputs[NUM_CODE_PROMPTS:]
-        for ours, asked in zip(
+        for ours, expected in zip(
             output.token_ids[:SEGMENT_TOKENS], output.prompt_token_ids[-SEGMENT_TOKENS - 1 : -1], strict=True
         )
     ]
-    held, dense = stats["peak_bytes_held"], served.dense_bytes
+    peak, dense = stats["peak_bytes_held"], served.dense_bytes
     num_served = len(served.outputs)
     facts = [
         ("equal tokens", f"{served.num_equal} of {num_served} requests have every token of transformers' generate()"),
@@ -126,7 +126,7 @@ def report(served: Served) -> str:
             "prefix hits",
             f"{stats['prefix_hit_rate']:.1%} of {stats['prompt_tokens']:,} prompt tokens were found",
         ),
-        ("memory", f"{held:,} bytes held at most; all tokens of all layers would take {dense / held:.1f} times that"),
+        ("memory", f"{peak:,} bytes held at most; all tokens of all layers would take {dense / peak:.1f} times that"),
         *(
             (f"group {index}", f"{group}: at most {blocks} blocks were held")
             for index, (group, blocks) in enumerate(zip(served.groups, stats["peak_blocks_held"], strict=True))
@@ -141,7 +141,7 @@ def report(served: Served) -> str:
 def next_steps(path: Path) -> str:
     """Return commands that run here, each with what it says."""
     program = Path(sys.executable).with_name("kvframe")  # not resolved: an environment's python is a link
-    model, stack, kvframe = (shlex.quote(str(_from_here(each))) for each in (path, STACK, program))
+    model, stack, kvframe = (shlex.quote(str(_from_here(file))) for file in (path, STACK, program))
     steps = [
         (f"{kvframe} plan {model} --cache-memory 4MiB", "what the cache takes, and how many requests fit"),
         (f"{kvframe} explain {model} --stack {stack}", "which kernel each layer gets, and why not the others"),

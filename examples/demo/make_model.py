@@ -226,9 +226,9 @@ def measure_copying(model: Gemma3ForCausalLM, text_ids: torch.Tensor, recipe: Re
     inputs, labels = make_batch(text_ids, phase, torch.Generator().manual_seed(recipe.seed + 1))
     inputs, labels = inputs[1::2], labels[1::2, 1:]
     # The copied tokens lie between <repeat> and the next <eos>.
-    asked = ((inputs == 2).cumsum(1) > (inputs == 0).cumsum(1))[:, :-1]
+    copy_mask = ((inputs == 2).cumsum(1) > (inputs == 0).cumsum(1))[:, :-1]
     predicted = model(input_ids=inputs, use_cache=False).logits[:, :-1].argmax(-1)
-    return float((predicted == labels)[asked].float().mean())
+    return float((predicted == labels)[copy_mask].float().mean())
 
 
 def _content_key(recipe: Recipe, text: str) -> str:
@@ -244,8 +244,8 @@ def _read_cached(path: Path, key: str) -> Trained | None:
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise FileExistsError(f"{path} exists already and is not the demo's model; name another folder")
         return None
-    found, loss, copied = record.read_text(encoding="utf-8").split()
-    return Trained(path=path, cached=True, loss=float(loss), copied=float(copied)) if found == key else None
+    trained_key, loss, copied = record.read_text(encoding="utf-8").split()
+    return Trained(path=path, cached=True, loss=float(loss), copied=float(copied)) if trained_key == key else None
 
 
 def _publish(model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerFast, trained: Trained, key: str) -> None:

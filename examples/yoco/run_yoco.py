@@ -89,17 +89,17 @@ def main() -> None:
         runs = {name: run(path, prompts, options, show_plan=name == "off") for name, options in SKIPPING.items()}
     num_prompt_tokens = sum(map(len, prompts))
     print(f"{len(prompts)} prompts, {num_prompt_tokens} tokens, {runs['off'].cached} of them from the prefix cache")
-    for name, each in runs.items():
+    for name, result in runs.items():
         print(
-            f"prefill skipping {name}: {each.self_rows} rows in a layer of the self-decoder, "
-            f"{each.cross_rows} in one of the cross-decoder"
+            f"prefill skipping {name}: {result.self_rows} rows in a layer of the self-decoder, "
+            f"{result.cross_rows} in one of the cross-decoder"
         )
     expected = [generate_densely(model, prompt, PARAMS.max_new_tokens) for prompt in prompts]
     print(f"generated for the first prompt: {expected[0]}")
-    for name, each in runs.items():
-        num_equal = sum(tokens == right for tokens, right in zip(each.tokens, expected, strict=True))
+    for name, result in runs.items():
+        num_equal = sum(tokens == right for tokens, right in zip(result.tokens, expected, strict=True))
         print(f"tokens equal to the dense reference, skipping {name}: {num_equal} of {len(prompts)} requests")
-    if any(each.tokens != expected for each in runs.values()):
+    if any(result.tokens != expected for result in runs.values()):
         sys.exit(1)
 
 

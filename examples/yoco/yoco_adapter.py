@@ -108,9 +108,9 @@ class YocoModel(LoadedModel):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         """Run one packed step; if rows are skipped, the kept rows are those with logits."""
         assert self._layers is not None
-        kept = self._layers.kept_rows
-        if kept is not None:
-            return self._run(input_ids, positions, cross_rows=kept)
+        kept_rows = self._layers.kept_rows
+        if kept_rows is not None:
+            return self._run(input_ids, positions, cross_rows=kept_rows)
         return self._run(input_ids, positions, logits_rows=logits_indices)
 
     def self_check(self, run_packed: Callable[..., list[torch.Tensor]]) -> None:

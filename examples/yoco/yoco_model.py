@@ -69,9 +69,9 @@ def attend_densely(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     """
     position = torch.arange(len(key), device=key.device)
     distance = position[:, None] - position
-    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    return scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
 
 def rotations(positions: torch.Tensor, config: YocoConfig) -> torch.Tensor:

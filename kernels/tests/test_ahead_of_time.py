@@ -77,10 +77,10 @@ def test_every_launch_compiles_within_the_limits_of_a_multiprocessor(path: Path,
 
 def assert_within_limits(compiled: Compiled) -> None:
     assert 0 < len(compiled)
-    for name, found in compiled.items():
-        assert MAX_SHARED_BYTES >= found["shared_bytes"], name
-        assert MAX_REGISTERS >= 32 * found["num_warps"] * found["registers"], name
-        assert MAX_STACK_BYTES >= found["stack_bytes"], name
+    for name, counts in compiled.items():
+        assert MAX_SHARED_BYTES >= counts["shared_bytes"], name
+        assert MAX_REGISTERS >= 32 * counts["num_warps"] * counts["registers"], name
+        assert MAX_STACK_BYTES >= counts["stack_bytes"], name
 
 
 def test_prompts_are_the_tensor_cores_work_and_decodes_load_16_bytes_at_a_time(some: dict[str, Compiled]) -> None:
@@ -102,22 +102,22 @@ def prompts_and_decodes(*shapes: str) -> list[Any]:
 
 def assert_instructions(compiled: Compiled, *shapes: str) -> None:
     assert {f"plain-{shape}" for shape in shapes} == set(compiled)
-    for name, found in compiled.items():
-        assert found[WIDE_LOADS] == found[LOADS] > 0, name
+    for name, counts in compiled.items():
+        assert counts[WIDE_LOADS] == counts[LOADS] > 0, name
     assert 0 < compiled["plain-rows=16"]["HMMA"]
     few_rows = "plain-rows=16", "plain-rows=32"
-    assert [] == [name for name, found in compiled.items() if name not in few_rows and not found["HGMMA"]]
+    assert [] == [name for name, counts in compiled.items() if name not in few_rows and not counts["HGMMA"]]
 
 
-def compile_all(cache: Path, *asked: list[Any]) -> list[Compiled]:
-    """Compile in one process; each of ``asked`` is a file, the pattern of its launches' names, and what to count."""
+def compile_all(cache: Path, *requests: list[Any]) -> list[Compiled]:
+    """Compile in one process; each of ``requests`` is a file, the pattern of its launches' names, and what to count."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(asked, default=str)],
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(requests, default=str)],
         env={**environment, "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert 0 == done.returncode, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    assert 0 == process.returncode, process.stderr
+    return [json.loads(line) for line in process.stdout.splitlines()]

@@ -88,19 +88,19 @@ def make_cache(served: PagedAttention, num_pages: int, places: torch.Tensor, see
     generator = torch.Generator().manual_seed(seed)
     base, halves = (num_pages, served.block_size, served.num_kv_heads), 2 if "int4" in served.format else 1
     dtype = STORED[served.format]
-    found: dict[str, torch.Tensor] = {}
+    cache: dict[str, torch.Tensor] = {}
     for name, size in (("k", served.head_size), ("v", served.head_size_v)):
-        drawn = 1.5 * torch.randn(places.shape[1], served.num_kv_heads, size // halves, generator=generator)
+        values = 1.5 * torch.randn(places.shape[1], served.num_kv_heads, size // halves, generator=generator)
         if not dtype.is_floating_point:
-            drawn = (40 * drawn).clamp(-127, 127) + (128 if halves == 2 else 0)
-        found[name] = strided((*base, size // halves), dtype, seed + len(found))
-        found[name][places[0], places[1]] = drawn.to(dtype)
+            values = (40 * values).clamp(-127, 127) + (128 if halves == 2 else 0)
+        cache[name] = strided((*base, size // halves), dtype, seed + len(cache))
+        cache[name][places[0], places[1]] = values.to(dtype)
         for suffix in ("_scale", "_min")[:halves] if served.format.endswith("token_head") else ():
             # All of these have the same strides.
-            found[name + suffix] = strided(base, torch.float16 if halves == 2 else torch.float32, seed)
+            cache[name + suffix] = strided(base, torch.float16 if halves == 2 else torch.float32, seed)
             numbers = 0.02 + 0.02 * torch.rand(places.shape[1], served.num_kv_heads, generator=generator)
-            found[name + suffix][places[0], places[1]] = numbers.to(found[name + suffix].dtype)
-    return found
+            cache[name + suffix][places[0], places[1]] = numbers.to(cache[name + suffix].dtype)
+    return cache
 
 
 def check(
@@ -124,7 +124,7 @@ def check(
         torch.stack([page[token // served.block_size], token % served.block_size])
         for page, token in zip(pages, tokens, strict=True)
     ]
-    live = torch.cat([each[:, start:] for each, start in zip(where, starts, strict=True)], dim=1)
+    live = torch.cat([slots[:, start:] for slots, start in zip(where, starts, strict=True)], dim=1)
     cache = make_cache(served, sum(num_blocks) + 1, live, seed)
     query = 1.5 * torch.randn(sum(step.query_lens) + padding, served.num_heads, served.head_size, generator=generator)
     query = query.to(dtype)
@@ -157,7 +157,7 @@ def check(
     first = 0
     for num_queries, length, start, places in zip(step.query_lens, step.seq_lens, starts, where, strict=True):
         positions = torch.arange(length - num_queries, length)
-        seen = visible_tokens(
+        mask = visible_tokens(
             positions,
             length,
             causal=served.causal,
@@ -184,7 +184,7 @@ def check(
                 query[first : first + num_queries],
                 key.masked_fill(torch.arange(length)[:, None, None] < start, 0),
                 value.masked_fill(torch.arange(length)[:, None, None] < start, 0),
-                seen,
+                mask,
                 scale=served.scale,
                 soft_cap=served.soft_cap,
                 sinks=sinks,
@@ -195,7 +195,7 @@ def check(
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(output.cpu()[:first].double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
     assert 0 == output.cpu()[first:].abs().sum()
-    return [each.num_slots for each in work.programs]
+    return [shape_programs.num_slots for shape_programs in work.programs]
 
 
 def test_short_requests_are_computed_whole_and_long_ones_in_parts() -> None:

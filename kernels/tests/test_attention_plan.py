@@ -86,8 +86,8 @@ ALL_STEPS = {**STEPS, **{f"drawn {seed}": drawn(seed) for seed in range(12)}}
 def test_every_query_is_in_one_tile_and_sees_every_token_once(name: str, static: bool) -> None:
     step = replace(ALL_STEPS[name], static=static)
     hidden = np.minimum(step.seq_lens - np.diff(step.query_start_loc), 200).clip(0).astype(np.int32)
-    for each in (step, replace(step, seq_starts=hidden), replace(step, seq_starts=hidden, range_ends=ends_of(step))):
-        check_coverage(each)
+    for variant in (step, replace(step, seq_starts=hidden), replace(step, seq_starts=hidden, range_ends=ends_of(step))):
+        check_coverage(variant)
 
 
 def check_coverage(step: Batch) -> None:
@@ -108,15 +108,15 @@ def check_coverage(step: Batch) -> None:
             assert item[NUM_QUERIES] * programs.heads <= programs.tiling.block_m
             assert 0 <= item[ROW] < len(step.seq_lens)
     assert (tiles == 1).all()
-    seen = changes.cumsum(1)
+    coverage = changes.cumsum(1)
     for row, seq_len in enumerate(step.seq_lens.tolist()):
         first, stop = step.query_start_loc[row : row + 2].tolist()
         for query in range(first, stop):
             end = seq_len - (stop - query) + 1
             if step.range_ends is not None:
                 end = max(end, int(step.range_ends[query]))
-            assert (seen[query, starts[row] : end] == 1).all()
-    assert (seen[num_real:] == 0).all()
+            assert (coverage[query, starts[row] : end] == 1).all()
+    assert (coverage[num_real:] == 0).all()
 
 
 @pytest.mark.parametrize(

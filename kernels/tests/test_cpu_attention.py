@@ -63,15 +63,15 @@ def draw(
         table[row, : len(mine)] = mine
         tokens = torch.arange(length)
         for state in (key, value):
-            drawn = torch.randn(length, *state.shape[2:], generator=generator)
-            state[mine[tokens // block_size], tokens % block_size] = drawn.to(dtype)
+            vectors = torch.randn(length, *state.shape[2:], generator=generator)
+            state[mine[tokens // block_size], tokens % block_size] = vectors.to(dtype)
     starts = [0, *torch.tensor([new for _, new in lengths]).cumsum(0).tolist()]
     query = torch.randn(starts[-1], num_heads, head_size, generator=generator).to(dtype)
     return query, key, value, Batch(query_start_loc=whole(starts), seq_lens=whole(lens), block_table=table)
 
 
 def expect(
-    drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch],
     scoring: Scoring,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -83,7 +83,7 @@ def expect(
     magnitudes, and of the scores' times the values' deviation. Sums of ``n`` terms err by ``sqrt(n)`` units of float32
     (Higham and Mary, SIAM J. Sci. Comput. 41, 2019). No product is larger than the norms of its vectors.
     """
-    query, key, value, batch = drawn
+    query, key, value, batch = inputs
     query, dtype = query.double(), query.dtype
     key = reference.numbers(key, scales.key_scale, scales.key_min, torch.float64) * scoring.key_factor
     value = reference.numbers(value, scales.value_scale, scales.value_min, torch.float64) * scoring.value_factor
@@ -91,11 +91,11 @@ def expect(
     largest = value.abs().amax(-1, keepdim=True).expand_as(value) if scales.value_scale is not None else value.abs()
     plain = attrs.evolve(scoring, key_factor=1.0, value_factor=1.0)
     values = torch.cat([value, largest, value**2], dim=-1)
-    found = reference.paged_attention(query, key, values, batch, plain, sinks, bias, dtype=torch.float64)
-    exact, sizes, squares = found.chunk(3, dim=-1)
+    outputs = reference.paged_attention(query, key, values, batch, plain, sinks, bias, dtype=torch.float64)
+    exact, sizes, squares = outputs.chunk(3, dim=-1)
     deviation = (squares - exact**2).clamp(min=0).sqrt()
     reach = scoring.scale * query.norm(dim=-1, keepdim=True) * float(key.norm(dim=-1).nan_to_num().max())
-    beside = sum(float(each.abs().max()) for each in (sinks, bias) if each is not None)
+    beside = sum(float(parameter.abs().max()) for parameter in (sinks, bias) if parameter is not None)
     num_tokens = int(batch.seq_lens.max())
     scores = 4 * reach + 3 * beside
     summed = (query.shape[-1] ** 0.5 + 2) * reach + 2 * beside + (scoring.soft_cap or 0) + math.log(num_tokens)
@@ -104,12 +104,12 @@ def expect(
     return exact, 3 * units
 
 
-def check(drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch], scoring: Scoring, **learned: Any) -> None:
+def check(inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch], scoring: Scoring, **learned: Any) -> None:
     """Compare the kernels with the reference, within the bound."""
-    exact, allowed = expect(drawn, scoring, **learned)
-    found = paged_attention(*drawn, scoring, **learned)
-    assert found.dtype == drawn[0].dtype
-    assert torch.all((found - exact).abs() <= allowed)
+    exact, allowed = expect(inputs, scoring, **learned)
+    output = paged_attention(*inputs, scoring, **learned)
+    assert output.dtype == inputs[0].dtype
+    assert torch.all((output - exact).abs() <= allowed)
 
 
 MISTAKES = ({"window": 19}, {"window": 21}, {"num_sink_tokens": 4}, {"scale": 0.305}, {"soft_cap": 2.02}, {"chunk": 24})
@@ -117,12 +117,12 @@ MISTAKES = ({"window": 19}, {"window": 21}, {"num_sink_tokens": 4}, {"scale": 0.
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
 def test_what_is_computed_of_another_layer_is_far_beyond_the_bound(mistake: dict[str, Any]) -> None:
-    drawn, scoring = draw(), Scoring(scale=0.3, soft_cap=2.0, window=20, num_sink_tokens=5)
-    exact, allowed = expect(drawn, scoring)
+    inputs, scoring = draw(), Scoring(scale=0.3, soft_cap=2.0, window=20, num_sink_tokens=5)
+    exact, allowed = expect(inputs, scoring)
     if "chunk" in mistake:
         mistake = {**mistake, "window": None, "num_sink_tokens": 0}
-    found = paged_attention(*drawn, attrs.evolve(scoring, **mistake))
-    assert ((found - exact).abs() / allowed).max() > 50
+    output = paged_attention(*inputs, attrs.evolve(scoring, **mistake))
+    assert ((output - exact).abs() / allowed).max() > 50
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -150,9 +150,9 @@ def test_few_queries_of_a_request(mask: dict[str, Any]) -> None:
         check(draw(lengths, dtype=dtype), Scoring(scale=0.3, soft_cap=2.0, **mask), **learned)
     for heads, kv_heads in ((8, 8), (7, 1), (24, 3)):
         check(draw(lengths, num_heads=heads, num_kv_heads=kv_heads), Scoring(scale=0.3, **mask))
-    for stored in (torch.float8_e4m3fn, torch.int8, torch.uint8):
-        drawn, scales = coded(stored, 40, lengths=lengths)
-        check(drawn, Scoring(scale=0.2, **mask), scales=scales)
+    for code_dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8):
+        inputs, scales = coded(code_dtype, 40, lengths=lengths)
+        check(inputs, Scoring(scale=0.2, **mask), scales=scales)
 
 
 def with_ends(batch: Batch, *ranges: tuple[int, int, int]) -> Batch:
@@ -185,16 +185,16 @@ def test_without_ranges_the_result_is_far_beyond_the_bound() -> None:
     query, key, value, batch = draw()
     batch = with_ends(batch, *RANGES)
     exact, allowed = expect((query, key, value, batch), Scoring(scale=0.3, window=20))
-    found = paged_attention(query, key, value, attrs.evolve(batch, range_ends=None), Scoring(scale=0.3, window=20))
-    assert ((found - exact).abs() / allowed).max() > 50
+    output = paged_attention(query, key, value, attrs.evolve(batch, range_ends=None), Scoring(scale=0.3, window=20))
+    assert ((output - exact).abs() / allowed).max() > 50
 
 
 def test_a_batch_that_is_not_causal_has_no_ranges() -> None:
     query, key, value, batch = draw()
     plain = attrs.evolve(batch, causal=False)
     expected = paged_attention(query, key, value, plain, Scoring(scale=0.3, window=20))
-    found = paged_attention(query, key, value, with_ends(plain, *RANGES), Scoring(scale=0.3, window=20))
-    assert torch.equal(expected, found)
+    output = paged_attention(query, key, value, with_ends(plain, *RANGES), Scoring(scale=0.3, window=20))
+    assert torch.equal(expected, output)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -231,8 +231,8 @@ def test_what_is_learned(mask: dict[str, Any], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     learned = {"sinks": torch.randn(4, generator=generator), "bias": torch.randn(4, 2 * 20 + 1, generator=generator)}
     for names in (("sinks",), ("bias",), ("sinks", "bias")):
-        chosen = {name: learned[name].to(dtype) for name in names}
-        check(draw(dtype=dtype), Scoring(scale=0.3, soft_cap=2.0, **mask), **chosen)
+        parameters = {name: learned[name].to(dtype) for name in names}
+        check(draw(dtype=dtype), Scoring(scale=0.3, soft_cap=2.0, **mask), **parameters)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -267,19 +267,19 @@ def over_other_keys(*lengths: tuple[int, int]) -> tuple[torch.Tensor, torch.Tens
 
 
 def test_keys_of_another_sequence() -> None:
-    drawn = over_other_keys((1, 40), (19, 3), (140, 70), (1, 300), (2, 1))
-    check(drawn, Scoring(scale=0.3))
+    inputs = over_other_keys((1, 40), (19, 3), (140, 70), (1, 300), (2, 1))
+    check(inputs, Scoring(scale=0.3))
     # The mask of a layer does not apply there.
-    check(drawn, Scoring(scale=0.3, window=3, num_sink_tokens=1))
+    check(inputs, Scoring(scale=0.3, window=3, num_sink_tokens=1))
 
 
 def test_queries_without_a_key_and_padding_get_zeros() -> None:
     query, key, value, batch = over_other_keys((1, 0), (5, 0), (2, 9))
     query = torch.cat([query, torch.full((3, 4, 32), float("nan"))])
-    found = paged_attention(query, key, value, batch, Scoring(scale=0.3), sinks=torch.ones(4))
-    assert not found[:6].any()
-    assert not found[8:].any()
-    assert found[6:8].all()
+    output = paged_attention(query, key, value, batch, Scoring(scale=0.3), sinks=torch.ones(4))
+    assert not output[:6].any()
+    assert not output[8:].any()
+    assert output[6:8].all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -307,7 +307,7 @@ def scattered(values: torch.Tensor) -> torch.Tensor:
     return pool[:, 1]
 
 
-def coded(stored: torch.dtype, head_size: int, **options: Any) -> tuple[Any, Scales]:
+def coded(code_dtype: torch.dtype, head_size: int, **options: Any) -> tuple[Any, Scales]:
     """Return queries and a batch like ``draw``, with random codes in pages, and random scales for them."""
     query, key, _, batch = draw(head_size=head_size, **options)
     generator = torch.Generator().manual_seed(3)
@@ -316,33 +316,33 @@ def coded(stored: torch.dtype, head_size: int, **options: Any) -> tuple[Any, Sca
     def scale(dtype: torch.dtype) -> torch.Tensor:
         return scattered((torch.rand(shape, generator=generator) * 0.02 + 0.01).to(dtype))
 
-    if stored == torch.uint8:
-        codes = [torch.randint(0, 256, (*shape, head_size // 2), generator=generator).to(stored) for _ in range(2)]
+    if code_dtype == torch.uint8:
+        codes = [torch.randint(0, 256, (*shape, head_size // 2), generator=generator).to(code_dtype) for _ in range(2)]
         half = torch.float16
         lows = [scattered(torch.randn(shape, generator=generator).to(half)) for _ in range(2)]
         scales = Scales(key_scale=scale(half), value_scale=scale(half), key_min=lows[0], value_min=lows[1])
     else:
-        drawn = [torch.randn(*shape, head_size, generator=generator) * 40 for _ in range(2)]
-        codes = [each.clamp(-127, 127).to(stored) for each in drawn]
+        numbers = [torch.randn(*shape, head_size, generator=generator) * 40 for _ in range(2)]
+        codes = [vectors.clamp(-127, 127).to(code_dtype) for vectors in numbers]
         scales = Scales(key_scale=scale(torch.float32), value_scale=scale(torch.float32))
     return (query, codes[0], codes[1], batch), scales
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_size", [8, 30, 64, 128])
-@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8, torch.uint8])
-def test_codes_with_scales(stored: torch.dtype, head_size: int, dtype: torch.dtype) -> None:
-    drawn, scales = coded(stored, head_size, dtype=dtype)
+@pytest.mark.parametrize("code_dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_codes_with_scales(code_dtype: torch.dtype, head_size: int, dtype: torch.dtype) -> None:
+    inputs, scales = coded(code_dtype, head_size, dtype=dtype)
     for mask in ({}, {"window": 9, "num_sink_tokens": 4}):
-        check(drawn, Scoring(scale=head_size**-0.5, soft_cap=5.0, **mask), scales=scales, sinks=torch.ones(4))
+        check(inputs, Scoring(scale=head_size**-0.5, soft_cap=5.0, **mask), scales=scales, sinks=torch.ones(4))
 
 
 def test_codes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "PART_TOKENS", 16)
     torch.set_num_threads(2)
-    for stored in (torch.float8_e4m3fn, torch.int8, torch.uint8):
-        drawn, scales = coded(stored, 32, num_heads=7, num_kv_heads=1)
-        check(drawn, Scoring(scale=0.2), scales=scales)
+    for code_dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8):
+        inputs, scales = coded(code_dtype, 32, num_heads=7, num_kv_heads=1)
+        check(inputs, Scoring(scale=0.2), scales=scales)
     torch.set_num_threads(1)
 
 
@@ -359,13 +359,13 @@ def test_every_eight_bit_float_is_read_as_torch_reads_it() -> None:
             block_table=torch.arange(1, 257, dtype=torch.int32)[:, None],
             causal=False,
         )
-        found = paged_attention(torch.ones(256 * num_queries, 1, 1), key, value, batch, Scoring(scale=1.0))
-        torch.testing.assert_close(found.flatten()[::num_queries], codes.float(), rtol=0, atol=0, equal_nan=True)
+        output = paged_attention(torch.ones(256 * num_queries, 1, 1), key, value, batch, Scoring(scale=1.0))
+        torch.testing.assert_close(output.flatten()[::num_queries], codes.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_one_factor_for_all() -> None:
-    drawn, _ = coded(torch.float8_e4m3fn, 32)
-    check(drawn, Scoring(scale=0.01, key_factor=0.5, value_factor=3.0), sinks=torch.ones(4))
+    inputs, _ = coded(torch.float8_e4m3fn, 32)
+    check(inputs, Scoring(scale=0.01, key_factor=0.5, value_factor=3.0), sinks=torch.ones(4))
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -401,9 +401,9 @@ def test_older_machines(
     for mask in MASKS:
         check(draw(dtype=dtype, head_size=40), Scoring(scale=0.3, **mask))
     check(draw(dtype=dtype), Scoring(scale=0.3, soft_cap=2.0), sinks=torch.ones(4), bias=torch.randn(4, 41))
-    for stored in (torch.float8_e4m3fn, torch.int8, torch.uint8):
-        drawn, scales = coded(stored, 40, dtype=dtype)
-        check(drawn, Scoring(scale=0.2), scales=scales)
+    for code_dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8):
+        inputs, scales = coded(code_dtype, 40, dtype=dtype)
+        check(inputs, Scoring(scale=0.2), scales=scales)
 
 
 def test_the_matrix_unit_is_used_if_the_processor_has_one() -> None:

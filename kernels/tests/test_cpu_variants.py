@@ -16,7 +16,7 @@ from kvframe_kernels.cpu import build, variants
 from kvframe_kernels.cpu.build import BuildError
 
 KERNELS = Path(__file__).resolve().parents[1]
-NAMES = {machine: [variant.name for variant in found] for machine, found in variants.VARIANTS.items()}
+NAMES = {machine: [variant.name for variant in builds] for machine, builds in variants.VARIANTS.items()}
 OLD = "sse2 ssse3 avx"
 AVX2 = f"{OLD} avx2 fma f16c bmi1 bmi2 movbe abm"
 AVX512 = f"{AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"

@@ -30,8 +30,8 @@ def pools(
             shapes[side] = (BLOCK_SIZE, heads, size), CODES.get(name, dtype)
             if name.endswith("token_head"):
                 shapes[f"{side}_scale"] = (BLOCK_SIZE, heads), torch.float32
-    made = {part: paged(NUM_IDS, torch.Size(shape).numel() + 5, shape, kind) for part, (shape, kind) in shapes.items()}
-    return [pool for pool, _ in made.values()], {part: view for part, (_, view) in made.items()}
+    pages = {part: paged(NUM_IDS, torch.Size(shape).numel() + 5, shape, kind) for part, (shape, kind) in shapes.items()}
+    return [pool for pool, _ in pages.values()], {part: view for part, (_, view) in pages.items()}
 
 
 def check(
@@ -40,12 +40,12 @@ def check(
     generator = torch.Generator().manual_seed(len(key))
     sizes = key.shape[-1], value.shape[-1]
     expected_pools, expected = pools(name, key.shape[1], sizes, dtype)
-    found_pools, found = pools(name, key.shape[1], sizes, dtype)
+    found_pools, kv_cache = pools(name, key.shape[1], sizes, dtype)
     places = torch.randperm(NUM_IDS * BLOCK_SIZE, generator=generator)[: len(key)]
     slots = places // BLOCK_SIZE, places % BLOCK_SIZE
     write_kv_reference(key, value, expected, slots, name, **scales)
-    write_kv(scattered(key, generator), scattered(value, generator), found, slots, name, **scales)
-    for part, other, pool in zip(found, expected_pools, found_pools, strict=True):
+    write_kv(scattered(key, generator), scattered(value, generator), kv_cache, slots, name, **scales)
+    for part, other, pool in zip(kv_cache, expected_pools, found_pools, strict=True):
         assert same_bits(other, pool), part
 
 
@@ -108,11 +108,11 @@ def test_no_tokens_are_no_work(name: str) -> None:
 
 
 def test_what_cannot_be_written_is_refused() -> None:
-    _, found = pools("plain", 2, (8, 8), torch.float32)
+    _, kv_cache = pools("plain", 2, (8, 8), torch.float32)
     none = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(
         ValueError, match=r"pages are torch\.float64; in the plain format the kernels write torch\.float32"
     ):
         write_kv(drawn(1, 2, 8), drawn(1, 2, 8), pools("plain", 2, (8, 8), torch.float64)[1], (none, none))
     with pytest.raises(ValueError, match="elements of k must be adjacent in its pages, not 2 apart"):
-        write_kv(drawn(1, 2, 4), drawn(1, 2, 8), {**found, "k": found["k"][..., ::2]}, (none, none))
+        write_kv(drawn(1, 2, 4), drawn(1, 2, 8), {**kv_cache, "k": kv_cache["k"][..., ::2]}, (none, none))

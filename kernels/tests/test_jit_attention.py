@@ -46,11 +46,11 @@ def run(
     work = plan(starts, lens, None, len(query), mask, HEADS, KV_HEADS, num_threads, ends if with_ends else None)
     range_ends = torch.from_numpy(ends) if with_ends else None
     batch = Batch(work=work, block_table=table, mask=mask, range_ends=range_ends)
-    found = paged_attention(query, key, value, batch, scale=0.3)
+    output = paged_attention(query, key, value, batch, scale=0.3)
     expected = []
     for row, (old, new) in enumerate(REQUESTS):
         k, v = (read_tokens({"k": key, "v": value}, "plain", name, places[row]) for name in "kv")
-        seen = visible_tokens(
+        visible = visible_tokens(
             torch.arange(old, old + new),
             old + new,
             causal=mask.causal,
@@ -60,8 +60,8 @@ def run(
             seq_start=0,
             range_ends=None if range_ends is None else range_ends[starts[row] : starts[row + 1]],
         )
-        expected.append(attention(query[starts[row] : starts[row + 1]].float(), k, v, seen, scale=0.3))
-    return found, torch.cat(expected)
+        expected.append(attention(query[starts[row] : starts[row + 1]].float(), k, v, visible, scale=0.3))
+    return output, torch.cat(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -76,12 +76,12 @@ def run(
     ids=str,
 )
 def test_the_loops_compute_what_the_reference_does(dtype: torch.dtype, mask: Mask) -> None:
-    found, expected = run(dtype, mask)
-    assert dtype == found.dtype
+    output, expected = run(dtype, mask)
+    assert dtype == output.dtype
     # The loops sum in float32 for every dtype, so only the rounding of the result differs.
     # Ten times the largest difference that was measured; in 16 bits that is half a unit on any machine.
     tolerance = {torch.float32: 4e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
-    torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(output.float(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -95,20 +95,20 @@ def test_the_loops_compute_what_the_reference_does(dtype: torch.dtype, mask: Mas
     ids=str,
 )
 def test_ranges(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, expected = run(torch.float32, mask, with_ends=True)
-    torch.testing.assert_close(found, expected, rtol=4e-6, atol=4e-6)
+    output, expected = run(torch.float32, mask, with_ends=True)
+    torch.testing.assert_close(output, expected, rtol=4e-6, atol=4e-6)
     monkeypatch.setattr(planning, "MIN_PART_TOKENS", 6)
     torch.testing.assert_close(run(torch.float32, mask, 3, with_ends=True)[0], expected, rtol=4e-6, atol=4e-6)
 
 
 @pytest.mark.parametrize("pool", ["torch's", "python's"])
 def test_any_cut_and_any_threads_give_the_same(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, _ = run(torch.float32, CAUSAL, num_threads=1)
+    one_thread_output, _ = run(torch.float32, CAUSAL, num_threads=1)
     monkeypatch.setattr(planning, "SMALL", 0)
     monkeypatch.setattr(planning, "MIN_PART_TOKENS", 6)
     if pool == "python's":
         monkeypatch.setattr(threads, "_start_in_torchs_threads", lambda: None)
-    torch.testing.assert_close(run(torch.float32, CAUSAL, num_threads=3)[0], whole, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(run(torch.float32, CAUSAL, num_threads=3)[0], one_thread_output, rtol=2e-6, atol=2e-6)
 
 
 def work_of(requests: list[tuple[int, int]], mask: Mask = CAUSAL, num_threads: int = 2) -> Work:

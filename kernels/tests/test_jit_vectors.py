@@ -20,13 +20,13 @@ def apply(function: Callable[[Any], Any], numbers: npt.NDArray[np.float32]) -> n
     """Return the results of a function of vectors."""
 
     @njit
-    def run(numbers: Any, found: Any) -> None:
+    def run(numbers: Any, results: Any) -> None:
         for at in range(0, len(numbers), LANES):
-            store(found, at, function(load(numbers, at)))
+            store(results, at, function(load(numbers, at)))
 
-    found = np.empty_like(numbers)
-    run(numbers, found)
-    return found.astype(np.float64)
+    results = np.empty_like(numbers)
+    run(numbers, results)
+    return results.astype(np.float64)
 
 
 def test_the_exponential_is_as_exact_as_it_says() -> None:
@@ -48,15 +48,15 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 @njit
-def _load_stored(stored: Any, start: int, count: int, found: Any) -> None:
-    store(found, 0, load_stored(stored, start, count))
+def _load_stored(elements: Any, start: int, count: int, results: Any) -> None:
+    store(results, 0, load_stored(elements, start, count))
 
 
 HALVES = np.arange(1 << 16, dtype=np.uint16)
 
 
 @pytest.mark.parametrize(
-    ("stored", "numbers"),
+    ("elements", "numbers"),
     [
         (np.linspace(-3, 3, 1 << 10, dtype=np.float32), np.linspace(-3, 3, 1 << 10, dtype=np.float32)),
         (HALVES, (HALVES.astype(np.uint32) << 16).view(np.float32)),
@@ -64,29 +64,29 @@ HALVES = np.arange(1 << 16, dtype=np.uint16)
     ],
     ids=["float32", "bfloat16", "float16"],
 )
-def test_every_stored_number_is_read_as_what_it_is(stored: Any, numbers: npt.NDArray[np.float32]) -> None:
-    found = np.empty(LANES, np.float32)
-    for start in range(0, len(stored), LANES):
-        _load_stored(stored, start, LANES, found)
-        np.testing.assert_array_equal(found, numbers[start : start + LANES])
-    _load_stored(stored, 1, 3, found)
-    np.testing.assert_array_equal(found, [*numbers[1:4], *[0] * (LANES - 3)])
+def test_every_stored_number_is_read_as_what_it_is(elements: Any, numbers: npt.NDArray[np.float32]) -> None:
+    results = np.empty(LANES, np.float32)
+    for start in range(0, len(elements), LANES):
+        _load_stored(elements, start, LANES, results)
+        np.testing.assert_array_equal(results, numbers[start : start + LANES])
+    _load_stored(elements, 1, 3, results)
+    np.testing.assert_array_equal(results, [*numbers[1:4], *[0] * (LANES - 3)])
 
 
 def test_sums_of_lanes_are_written_one_beside_the_other() -> None:
     @njit
-    def run(numbers: Any, found: Any) -> None:
-        store_sums(found, 1, load(numbers, 0), load(numbers, LANES), load(numbers, 2 * LANES), load(numbers, 3 * LANES))
+    def run(numbers: Any, sums: Any) -> None:
+        store_sums(sums, 1, load(numbers, 0), load(numbers, LANES), load(numbers, 2 * LANES), load(numbers, 3 * LANES))
 
-    numbers, found = np.arange(4 * LANES, dtype=np.float32), np.zeros(6, np.float32)
-    run(numbers, found)
-    assert [0, *numbers.reshape(4, LANES).sum(1).tolist(), 0] == found.tolist()
+    numbers, sums = np.arange(4 * LANES, dtype=np.float32), np.zeros(6, np.float32)
+    run(numbers, sums)
+    assert [0, *numbers.reshape(4, LANES).sum(1).tolist(), 0] == sums.tolist()
 
 
 def test_the_larger_of_nothing_and_a_number_is_nothing() -> None:
     x = np.where(np.arange(LANES) % 2, np.nan, -1).astype(np.float32)
-    found = apply(njit(lambda value: larger(value, np.float32(2))), x)
-    np.testing.assert_array_equal(found, np.where(np.isnan(x), np.nan, 2))
+    results = apply(njit(lambda value: larger(value, np.float32(2))), x)
+    np.testing.assert_array_equal(results, np.where(np.isnan(x), np.nan, 2))
 
 
 def test_any_processor_computes_the_same() -> None:

@@ -100,7 +100,7 @@ def run(
     tolerance = 5e-6 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
-    return sum(each.num_slots for each in work.programs)
+    return sum(shape_programs.num_slots for shape_programs in work.programs)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 64])

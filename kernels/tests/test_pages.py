@@ -26,8 +26,8 @@ def test_pages_are_copied_and_nothing_else(page_bytes: int, id_bytes: int, with_
     )
     expected = target.clone()
     ids = [
-        torch.randperm(6, generator=generator)[:4].to(DEVICE) * ids_per_page + 1 if chosen else None
-        for chosen in with_ids
+        torch.randperm(6, generator=generator)[:4].to(DEVICE) * ids_per_page + 1 if has_ids else None
+        for has_ids in with_ids
     ]
     sizes = {"num_pages": 4, "page_bytes": page_bytes, "id_bytes": id_bytes}
     copy_pages_reference(source, expected, *ids, **sizes)

@@ -49,10 +49,10 @@ def run(
     expected_pages = expected_pool.as_strided(pages.shape, pages.stride(), pages.storage_offset())
     expected = reference(expected_pages, source, target, *arguments, **options)
 
-    given = [scattered(each, generator) if isinstance(each, torch.Tensor) else each for each in arguments]
-    given = [each if old is None or not _is_expanded(old) else old for each, old in zip(given, arguments, strict=True)]
-    found = kernel(pages, source, target, *given, **options)
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    inputs = [scattered(value, generator) if isinstance(value, torch.Tensor) else value for value in arguments]
+    inputs = [new if old is None or not _is_expanded(old) else old for new, old in zip(inputs, arguments, strict=True)]
+    output = kernel(pages, source, target, *inputs, **options)
+    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(pool, expected_pool, rtol=tolerance, atol=tolerance, equal_nan=True)
     assert expected_pages[target].isfinite().all()
 
@@ -129,15 +129,15 @@ def test_what_a_layer_has_not_is_left_out(left_out: tuple[int, ...], softplus: b
 def test_a_small_step_is_not_lost() -> None:
     # softplus(-18) is 1.5e-8: 1 + 1.5e-8 is 1 in float32.
     pages = torch.zeros(2, 1, 1, 1, 1, device=DEVICE)
-    one = torch.ones(1, 1, 1, device=DEVICE)
+    ones = torch.ones(1, 1, 1, device=DEVICE)
     row = torch.tensor([1], device=DEVICE), torch.tensor([0], device=DEVICE)
-    out = selective_state_update(pages, row, row, one, -18 * one, -one, one, one, softplus=True)
+    out = selective_state_update(pages, row, row, ones, -18 * ones, -ones, ones, ones, softplus=True)
     assert 1.52e-8 == pytest.approx(out.item(), rel=1e-2)
 
 
 def test_states_of_fewer_bits_are_computed_in_float32() -> None:
     inputs = mamba_inputs(12, 4)
-    inputs = [None if each is None else each.half() for each in inputs]
+    inputs = [None if tensor is None else tensor.half() for tensor in inputs]
     shape = 1, 12, 4
     reference = selective_state_update_reference
     run(

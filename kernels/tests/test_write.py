@@ -38,11 +38,11 @@ def pages(name: str, heads: int, size_k: int, size_v: int, dtype: torch.dtype) -
 
 def copies(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the same views of copies of their pools, on the host."""
-    found = {}
+    copied_state = {}
     for name, tensor in state.items():
         pool = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0).cpu().clone()
-        found[name] = pool.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-    return found
+        copied_state[name] = pool.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return copied_state
 
 
 def check(
@@ -51,20 +51,20 @@ def check(
     """Write to pages of poison, and compare all bytes of the pools."""
     num_tokens, heads, _ = key.shape
     generator = torch.Generator().manual_seed(num_tokens)
-    found = pages(name, heads, key.shape[-1], value.shape[-1], dtype)
-    expected = copies(found)
+    state = pages(name, heads, key.shape[-1], value.shape[-1], dtype)
+    expected = copies(state)
     # A page takes two block ids, so views of neighbouring ids overlap.
     places = torch.randperm(NUM_IDS // 2 * BLOCK_SIZE, generator=generator)[:num_tokens]
     slots = 1 + 2 * (places // BLOCK_SIZE), places % BLOCK_SIZE
     write_kv_reference(key, value, expected, slots, name, **scales)
-    given = (scattered(each.to(DEVICE), generator) for each in (key, value))
-    write_kv(*given, found, (slots[0].to(DEVICE), slots[1].to(DEVICE)), name, **scales)
-    for part, tensor in found.items():
-        whole, other = (
-            each.as_strided((each.untyped_storage().nbytes() // each.itemsize,), (1,), 0)
-            for each in (tensor, expected[part])
+    inputs = (scattered(tensor.to(DEVICE), generator) for tensor in (key, value))
+    write_kv(*inputs, state, (slots[0].to(DEVICE), slots[1].to(DEVICE)), name, **scales)
+    for part, tensor in state.items():
+        pool, expected_pool = (
+            view.as_strided((view.untyped_storage().nbytes() // view.itemsize,), (1,), 0)
+            for view in (tensor, expected[part])
         )
-        assert same_bits(other, whole.cpu()), part
+        assert same_bits(expected_pool, pool.cpu()), part
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

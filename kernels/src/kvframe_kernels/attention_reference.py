@@ -18,10 +18,10 @@ def read_tokens(kv_cache: Mapping[str, torch.Tensor], kv_format: str, name: str,
         name: ``"k"`` or ``"v"``.
         places: ``[2, num_tokens], int64``: block id and offset of each token.
     """
-    stored = kv_cache[name][places[0], places[1]]
+    elements = kv_cache[name][places[0], places[1]]
     if kv_format == "int4_token_head":
-        stored = torch.cat([stored & 0xF, stored >> 4], dim=-1)
-    values = stored if stored.dtype == torch.float64 else stored.float()
+        elements = torch.cat([elements & 0xF, elements >> 4], dim=-1)
+    values = elements if elements.dtype == torch.float64 else elements.float()
     if kv_format.endswith("token_head"):
         values = values * kv_cache[f"{name}_scale"][places[0], places[1]].float()[..., None]
     if kv_format == "int4_token_head":
@@ -53,23 +53,23 @@ def visible_tokens(
         range_ends: ``[num_queries]``: with ``causal``, queries also see the later tokens before these; None for none.
     """
     tokens, positions = torch.arange(seq_len)[None], positions[:, None]
-    seen = tokens >= seq_start
+    mask = tokens >= seq_start
     if causal:
-        seen = seen & (tokens <= positions)
+        mask = mask & (tokens <= positions)
         if window:
-            seen = seen & ((tokens > positions - window) | (tokens < num_sink_tokens))
+            mask = mask & ((tokens > positions - window) | (tokens < num_sink_tokens))
         if chunk:
-            seen = seen & (tokens >= positions - positions % chunk)
+            mask = mask & (tokens >= positions - positions % chunk)
         if range_ends is not None:
-            seen = seen | ((tokens > positions) & (tokens < range_ends[:, None]))
-    return seen.expand(len(positions), seq_len)
+            mask = mask | ((tokens > positions) & (tokens < range_ends[:, None]))
+    return mask.expand(len(positions), seq_len)
 
 
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    seen: torch.Tensor,
+    mask: torch.Tensor,
     *,
     scale: float,
     soft_cap: float | None = None,
@@ -85,7 +85,7 @@ def attention(
         query: ``[num_queries, num_heads, head_size]``.
         key: ``[num_tokens, num_kv_heads, head_size]``.
         value: ``[num_tokens, num_kv_heads, head_size_v]``.
-        seen: ``[num_queries, num_tokens], bool``.
+        mask: ``[num_queries, num_tokens], bool``.
         scale: Factor on the products.
         soft_cap: ``c``; None for none.
         sinks: ``[num_heads]``; None for none.
@@ -101,8 +101,8 @@ def attention(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     if bias is not None:
         scores = scores + bias
-    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, len(query), 1)], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., : len(key)].masked_fill(~seen, 0)
+    weights = torch.softmax(scores, dim=-1)[..., : len(key)].masked_fill(~mask, 0)
     return torch.einsum("hqt,thd->qhd", weights, value)

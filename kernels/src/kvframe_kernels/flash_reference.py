@@ -60,26 +60,26 @@ def paged_attention(
         pages = block_table[request, tokens // key.shape[1]].long()
         offsets = tokens % key.shape[1]
         places = torch.arange(num_keys - num_queries, num_keys)[:, None]
-        seen = torch.ones(num_queries, len(tokens), dtype=torch.bool)
+        mask = torch.ones(num_queries, len(tokens), dtype=torch.bool)
         if left >= 0:
-            seen &= tokens >= places - left
+            mask &= tokens >= places - left
         if right >= 0:
-            seen &= tokens <= places + right
+            mask &= tokens <= places + right
         output[rows], normaliser[:, rows] = _attend(
-            query[rows].float(), key[pages, offsets].float(), value[pages, offsets].float(), seen, scale, soft_cap
+            query[rows].float(), key[pages, offsets].float(), value[pages, offsets].float(), mask, scale, soft_cap
         )
     return output, normaliser
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float, soft_cap: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float, soft_cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group_size = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group_size, dim=1), value.repeat_interleave(group_size, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = scores.masked_fill(~mask, float("-inf"))
     normaliser = torch.logsumexp(scores, dim=-1)
     # As in the library, a row without a key has a denominator of infinity.
     normaliser = normaliser.masked_fill(normaliser == float("-inf"), float("inf"))

@@ -50,10 +50,10 @@ NUM_PAGES, NUM_TOKENS, NUM_KV_HEADS = 1024, 4096, 8
 
 def launches() -> dict[str, Launch]:
     """Return the launches by name."""
-    found: dict[str, Launch] = {}
+    by_name: dict[str, Launch] = {}
 
     def add(name: str, **options: Any) -> None:
-        found.update({f"{name}-{kind}": launch for kind, launch in _launches(**options).items()})
+        by_name.update({f"{name}-{kind}": launch for kind, launch in _launches(**options).items()})
 
     for kv_format in STORED:
         add(kv_format, format=kv_format)
@@ -62,7 +62,7 @@ def launches() -> dict[str, Launch]:
     for head_size in (512, 576):
         add(f"head_size={head_size}", head_size=head_size, shapes=slice(-1, None))
     add("float32", dtype=torch.float32)
-    found["join"] = found.pop("float32-join")
+    by_name["join"] = by_name.pop("float32-join")
     add("float16", dtype=torch.float16, shapes=ENDS)
     add("page=128", block_size=128, shapes=ENDS)
     add("window", window=1024, num_sink_tokens=4, shapes=ENDS)
@@ -75,8 +75,8 @@ def launches() -> dict[str, Launch]:
     add("chosen", num_choosers=2, causal=False, shapes=ENDS)
     add("multi_query", group=71, shapes=slice(2, None))
     for name, options in TOGETHER.items():
-        (found[name],) = _launches(**options).values()
-    return found
+        (by_name[name],) = _launches(**options).values()
+    return by_name
 
 
 def _launches(
@@ -104,9 +104,9 @@ def _launches(
         **options,
     )
     kv_format = attention.format
-    stored = STORED[kv_format] if kv_format != "plain" else dtype
+    kv_dtype = STORED[kv_format] if kv_format != "plain" else dtype
     elements = head_size // (2 if kv_format == "int4_token_head" else 1)
-    cache = {name: tensor(NUM_PAGES, block_size, NUM_KV_HEADS, elements, of=stored) for name in ("k", "v")}
+    cache = {name: tensor(NUM_PAGES, block_size, NUM_KV_HEADS, elements, of=kv_dtype) for name in ("k", "v")}
     if kv_format.endswith("token_head"):
         names = ("k_scale", "v_scale", "k_min", "v_min") if kv_format.startswith("int4") else ("k_scale", "v_scale")
         of = torch.float16 if kv_format.startswith("int4") else torch.float32
@@ -114,9 +114,9 @@ def _launches(
     bias = tensor(num_heads, of=torch.float32) if attention.has_slopes else None
     if attention.max_distance:
         bias = tensor(num_heads, 2 * attention.max_distance + 1, of=torch.float32)
-    found = {}
+    by_name = {}
     tilings = attention.tilings_for(dtype)
-    ends = tilings[:1] + tuple(each for each in tilings[1:] if not each.mask_all)
+    ends = tilings[:1] + tuple(tiling for tiling in tilings[1:] if not tiling.mask_all)
     for tiling in ends if shapes is None else tilings[shapes]:
         programs = Programs(
             tiling=tiling,
@@ -140,7 +140,7 @@ def _launches(
             bias=bias,
             range_ends=tensor(NUM_TOKENS, of=torch.int32) if has_ranges else None,
         )
-        found[f"rows={tiling.block_m}" if tiling.mask_all else f"prompt-rows={tiling.block_m}"] = attend
+        by_name[f"rows={tiling.block_m}" if tiling.mask_all else f"prompt-rows={tiling.block_m}"] = attend
     if dtype == torch.float32:
-        found["join"] = join
-    return found
+        by_name["join"] = join
+    return by_name

@@ -32,15 +32,15 @@ class BuildError(Exception):
 
 def cache_folder() -> Path:
     """Return the folder of compiled kernels: ``KVFRAME_KERNELS_CACHE``, or a folder in the user's cache folder."""
-    if chosen := os.environ.get("KVFRAME_KERNELS_CACHE"):
-        return Path(chosen)
+    if folder := os.environ.get("KVFRAME_KERNELS_CACHE"):
+        return Path(folder)
     return user_cache_path("kvframe", appauthor=False) / "kernels"
 
 
 def find_compiler() -> str | None:
     """Return the path of the C++ compiler: ``CXX``, or the first usual one that is found; None if there is none."""
-    chosen = os.environ.get("CXX")
-    return next((path for name in ([chosen] if chosen else COMPILERS) if (path := shutil.which(name))), None)
+    compiler = os.environ.get("CXX")
+    return next((path for name in ([compiler] if compiler else COMPILERS) if (path := shutil.which(name))), None)
 
 
 def load_library() -> ctypes.CDLL:
@@ -51,10 +51,10 @@ def load_library() -> ctypes.CDLL:
     Raises:
         BuildError: There is no compiler, it fails, or its library cannot be loaded.
     """
-    found = _try_to_load()
-    if isinstance(found, BuildError):
-        raise found
-    return found
+    library = _try_to_load()
+    if isinstance(library, BuildError):
+        raise library
+    return library
 
 
 @functools.cache
@@ -68,11 +68,11 @@ def _try_to_load() -> ctypes.CDLL | BuildError:
     try:
         return ctypes.CDLL(str(build(NATIVE_FLAGS)))
     except BuildError as error:
-        found = error
+        failure = error
     except OSError as error:
-        found = BuildError(f"its compiled kernels do not load: {error}")
-    print(f"kvframe-kernels: no compiled attention for this CPU: {found}", file=sys.stderr, flush=True)
-    return found
+        failure = BuildError(f"its compiled kernels do not load: {error}")
+    print(f"kvframe-kernels: no compiled attention for this CPU: {failure}", file=sys.stderr, flush=True)
+    return failure
 
 
 def build(machine_flags: Sequence[str]) -> Path:
@@ -88,8 +88,8 @@ def build(machine_flags: Sequence[str]) -> Path:
     """
     compiler = find_compiler()
     if compiler is None:
-        wanted = os.environ.get("CXX") or ", ".join(COMPILERS)
-        raise BuildError(f"there is no C++ compiler to build its kernels with ({wanted})")
+        names = os.environ.get("CXX") or ", ".join(COMPILERS)
+        raise BuildError(f"there is no C++ compiler to build its kernels with ({names})")
     library = cache_folder() / f"cpu-{fingerprint(compiler, machine_flags)}.so"
     if _is_whole(library):
         return library
@@ -119,9 +119,9 @@ def _processor() -> str:
         lines = CPU_FACTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    named = ("model name", "flags", "Features", "CPU part")
-    found = {line.partition(":")[0].strip(): line for line in lines if line.startswith(named)}
-    return f"{platform.system()} {platform.machine()} {platform.processor()} {sorted(found.values())}"
+    prefixes = ("model name", "flags", "Features", "CPU part")
+    lines_by_name = {line.partition(":")[0].strip(): line for line in lines if line.startswith(prefixes)}
+    return f"{platform.system()} {platform.machine()} {platform.processor()} {sorted(lines_by_name.values())}"
 
 
 def _is_whole(library: Path) -> bool:
@@ -149,8 +149,8 @@ def _compile(compiler: str, machine_flags: Sequence[str], library: Path) -> None
     started = time.monotonic()
     # Compiled in a temporary folder and then renamed, so that no process loads an incomplete library.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
-        command = [compiler, *FLAGS, *machine_flags, "-o", str(made), str(SOURCES / "attention.cpp")]
+        new_library = Path(folder) / library.name
+        command = [compiler, *FLAGS, *machine_flags, "-o", str(new_library), str(SOURCES / "attention.cpp")]
         if sys.platform == "darwin":
             command += ["-undefined", "dynamic_lookup"]
         try:
@@ -160,7 +160,7 @@ def _compile(compiler: str, machine_flags: Sequence[str], library: Path) -> None
         if result.returncode:
             lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
             raise BuildError(f"{compiler} cannot compile its kernels: {lines[0] if lines else 'it says nothing'}")
-        _digest_file(made).write_text(_digest(made), encoding="ascii")
-        os.replace(_digest_file(made), _digest_file(library))
-        os.replace(made, library)
+        _digest_file(new_library).write_text(_digest(new_library), encoding="ascii")
+        os.replace(_digest_file(new_library), _digest_file(library))
+        os.replace(new_library, library)
     print(f"kvframe-kernels: compiled in {time.monotonic() - started:.0f} s, kept in {library}", file=sys.stderr)

@@ -60,8 +60,8 @@ def paged_attention(
                 scores = torch.cat([scores, sinks[head].to(dtype).expand(stop - start, 1)], dim=1)
             weights = torch.softmax(scores, dim=-1)[:, : len(tokens)]
             # Values of unseen tokens may be anything, including NaN.
-            seen = torch.ones(len(tokens), dtype=torch.bool) if visible is None else visible.any(0)
-            output[start:stop, head] = (weights[:, seen] @ values[seen, kv_head]).to(query.dtype)
+            is_visible = torch.ones(len(tokens), dtype=torch.bool) if visible is None else visible.any(0)
+            output[start:stop, head] = (weights[:, is_visible] @ values[is_visible, kv_head]).to(query.dtype)
     return output
 
 
@@ -71,10 +71,10 @@ def numbers(
     """Return the numbers of codes, ``code * scale + low``, in ``dtype``; a byte of two codes has the low half first."""
     if codes.dtype == torch.uint8:
         codes = torch.cat([codes & 15, codes >> 4], dim=-1)
-    found = codes.to(dtype)
+    values = codes.to(dtype)
     if scale is not None:
-        found = found * scale.to(dtype).unsqueeze(-1)
-    return found if low is None else found + low.to(dtype).unsqueeze(-1)
+        values = values * scale.to(dtype).unsqueeze(-1)
+    return values if low is None else values + low.to(dtype).unsqueeze(-1)
 
 
 def _visible(positions: torch.Tensor, tokens: torch.Tensor, scoring: Scoring) -> torch.Tensor:

@@ -70,8 +70,8 @@ def write_kv(
     """
     blocks, offsets = (part.contiguous() for part in slots)
     sources = [
-        _source(each, kv_cache[side].dtype if format_name == "plain" else None)
-        for side, each in (("k", key), ("v", value))
+        _source(vectors, kv_cache[side].dtype if format_name == "plain" else None)
+        for side, vectors in (("k", key), ("v", value))
     ]
     write = _Write(
         key=_side("k", sources[0], kv_cache, k_scale),

@@ -147,13 +147,13 @@ def _join_parts(outputs: Any, part_outputs: Any, sums: Any, first_part: Any, sin
     counts = np.diff(first_part)
     split = np.flatnonzero(counts)
     starts = first_part[split]
-    most = np.maximum.reduceat(sums[..., 0], starts)
-    share = np.exp(sums[..., 0] - most.repeat(counts[split], axis=0))
+    maximum = np.maximum.reduceat(sums[..., 0], starts)
+    share = np.exp(sums[..., 0] - maximum.repeat(counts[split], axis=0))
     weight = np.add.reduceat(share * sums[..., 1], starts)
     if len(lse):
-        lse[split] = np.where(weight == 0, -np.inf, most + np.log(np.where(weight == 0, 1, weight)))
+        lse[split] = np.where(weight == 0, -np.inf, maximum + np.log(np.where(weight == 0, 1, weight)))
     if len(sinks):
-        weight += np.exp(np.minimum(sinks - most, 80))
+        weight += np.exp(np.minimum(sinks - maximum, 80))
     totals = np.add.reduceat(share[..., None] * part_outputs, starts)
     outputs[split] = totals / np.where(weight == 0, 1, weight)[..., None]
 

@@ -49,7 +49,7 @@ class Rows(NamedTuple):
         first_head: The KV head of the first rows.
         num_kv_heads: KV heads.
         group: Query heads of a KV head.
-        used: Rows of a KV head, without unused ones.
+        num_used: Rows of a KV head, without unused ones.
         per_head: Rows of a KV head, with unused ones: a multiple of ``ROWS``.
         total: All rows, padded to a multiple of ``LANES``.
     """
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     first_head: int
     num_kv_heads: int
     group: int
-    used: int
+    num_used: int
     per_head: int
     total: int
 
@@ -76,7 +76,7 @@ def _read_queries(query: Any, rows: Any) -> Any:
     numbers, width = query.reshape(query.size), padded(head_size, KEY_PART)
     queries = np.zeros(rows.total * width, np.float32)
     for head in range(rows.num_kv_heads):
-        for row in range(rows.used):
+        for row in range(rows.num_used):
             token, query_head = rows.first_query + row // rows.group, _query_head(rows, head, row)
             start, at = (head * rows.per_head + row) * width, (token * num_heads + query_head) * head_size
             for d in range(0, head_size, LANES):
@@ -122,11 +122,11 @@ def _hide(
     range_ends: Any,
 ) -> None:
     """Hide the tokens of a block that causal queries do not see; the first query is at ``position``."""
-    last = position + (rows.used - 1) // rows.group
+    last = position + (rows.num_used - 1) // rows.group
     first_stop = _stop_seen(position, rows.first_query, range_ends)
     if token + count <= first_stop and token >= _first_seen(last, window, chunk):
         return
-    for row in range(rows.used):
+    for row in range(rows.num_used):
         query = row // rows.group
         low = _first_seen(position + query, window, chunk)
         stop = _stop_seen(position + query, rows.first_query + query, range_ends)
@@ -141,7 +141,7 @@ def _add_bias(scores: Any, rows: Any, token: int, count: int, position: int, bia
     """Add the bias by distance; distances beyond the table use its nearest entry. A single entry is a slope."""
     max_distance = bias.shape[1] // 2
     for head in range(rows.num_kv_heads):
-        for row in range(rows.used):
+        for row in range(rows.num_used):
             at, query_head = position + row // rows.group, _query_head(rows, head, row)
             if max_distance == 0:
                 slope = bias[query_head, 0]
@@ -175,18 +175,18 @@ def _weigh(scores: Any, count: int, largest: Any, weights: Any, shares: Any) -> 
     num_rows = len(largest)
     for row in range(0, num_rows, LANES):
         before = load(largest, row)
-        most, added = before, spread(ZERO)
+        maximum, added = before, spread(ZERO)
         for t in range(count):
-            most = larger(most, load(scores, t * num_rows + row))
+            maximum = larger(maximum, load(scores, t * num_rows + row))
         for t in range(count):
             score = load(scores, t * num_rows + row)
-            weight = zero_where_at_most(HIDDEN, score, exponential(score - most))
+            weight = zero_where_at_most(HIDDEN, score, exponential(score - maximum))
             store(scores, t * num_rows + row, weight)
             added = added + weight
         for t in range(count, padded(count, VALUES)):
             store(scores, t * num_rows + row, spread(ZERO))
-        share = exponential(before - most)
-        store(largest, row, most)
+        share = exponential(before - maximum)
+        store(largest, row, maximum)
         store(weights, row, load(weights, row) * share + added)
         store(shares, row, share)
 
@@ -217,9 +217,9 @@ def _write(
     """Write the result of the rows: an output for a whole query, sums to merge for a part of one."""
     num_tokens, width = len(outputs), len(totals) // rows.total
     for head in range(rows.num_kv_heads):
-        for used in range(rows.used):
-            place, query_head = first_row + used // rows.group, _query_head(rows, head, used)
-            row = head * rows.per_head + used
+        for index in range(rows.num_used):
+            place, query_head = first_row + index // rows.group, _query_head(rows, head, index)
+            row = head * rows.per_head + index
             factor, weight = np.float32(1), weights[row]
             if place >= num_tokens:
                 sums[place - num_tokens, query_head, 0] = largest[row]

@@ -36,8 +36,8 @@ def exponential(x: Any) -> Any:
     """
     limited = larger(x, LOWEST)
     rounded = limited * LOG2_E + ROUNDING
-    whole = rounded - ROUNDING
-    rest = limited - whole * LOG_2_HIGH - whole * LOG_2_LOW
+    exponent = rounded - ROUNDING
+    rest = limited - exponent * LOG_2_HIGH - exponent * LOG_2_LOW
     power = rest * np.float32(1.9875691500e-4) + np.float32(1.3981999507e-3)
     power = power * rest + np.float32(8.3334519073e-3)
     power = power * rest + np.float32(4.1665795894e-2)

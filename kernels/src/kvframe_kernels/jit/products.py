@@ -35,12 +35,12 @@ def padded(size: int, part: int) -> int:
 
 
 @njit(forceinline=True)
-def fetch_row(stored: Any, start: int, size: int, line: int) -> None:
+def fetch_row(array: Any, start: int, size: int, line: int) -> None:
     """Prefetch a key or value, in steps of ``line`` numbers."""
     # A while loop, because range() divides by its step.
     place = start
     while place < start + size:
-        fetch(stored, place)
+        fetch(array, place)
         place += line
 
 

@@ -178,5 +178,5 @@ def run(
         start(entry.address, address, threads, 0)
     else:
         pool = _pools.setdefault(threads, ThreadPoolExecutor(threads, thread_name_prefix="kvframe-attention"))
-        for each in [pool.submit(entry.ctypes, address) for _ in range(threads)]:
-            each.result()
+        for future in [pool.submit(entry.ctypes, address) for _ in range(threads)]:
+            future.result()

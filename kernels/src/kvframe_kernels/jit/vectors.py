@@ -57,14 +57,14 @@ def _spread(builder: Any, value: Any) -> Any:
     return _shuffle(builder, first, first, [0] * LANES)
 
 
-def _shuffle(builder: Any, one: Any, other: Any, lanes: Sequence[int]) -> Any:
+def _shuffle(builder: Any, vector: Any, other: Any, lanes: Sequence[int]) -> Any:
     """Return the given lanes of two vectors; lanes of the second are numbered after those of the first."""
-    return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(_INT, len(lanes)), list(lanes)))
+    return builder.shuffle_vector(vector, other, ir.Constant(ir.VectorType(_INT, len(lanes)), list(lanes)))
 
 
 def _call(builder: Any, name: str, returned: Any, arguments: Sequence[Any]) -> Any:
     """Return the result of an LLVM intrinsic."""
-    signature = ir.FunctionType(returned, [each.type for each in arguments])
+    signature = ir.FunctionType(returned, [argument.type for argument in arguments])
     function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
     return builder.call(function, arguments)
 
@@ -80,7 +80,7 @@ def _declare(function: Any, instruction: str) -> None:
         return lambda left, right: vector if vector in (left, right) else None
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return getattr(builder, instruction)(*(_spread(builder, each) for each in arguments))
+        return getattr(builder, instruction)(*(_spread(builder, argument) for argument in arguments))
 
     for kinds in ((vector, vector), (vector, types.float32), (types.float32, vector)):
         lower_builtin(function, *kinds)(generate)
@@ -107,7 +107,7 @@ def larger(typing_context: Any, value: Any, other: Any) -> Any:
     """Return the larger of a vector and another one, or a number; ``value`` in lanes where the other is NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        left, right = (_spread(builder, each) for each in arguments)
+        left, right = (_spread(builder, argument) for argument in arguments)
         return builder.select(builder.fcmp_ordered("<", left, right), right, left)
 
     return vector(vector, other), generate
@@ -130,7 +130,7 @@ def with_sign(typing_context: Any, value: Any, other: Any) -> Any:
     """Return a vector with the signs of another vector or of a number."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sides = [_spread(builder, each) for each in arguments]
+        sides = [_spread(builder, argument) for argument in arguments]
         return _call(builder, f"llvm.copysign.v{LANES}f32", _VECTOR, sides)
 
     return vector(vector, other), generate
@@ -167,11 +167,11 @@ def _address(context: Any, builder: Any, kind: Any, place: Sequence[Any], target
     array, index = place
     memory = context.make_array(kind)(context, builder, array)
     if context.enable_boundscheck:
-        most = ir.Constant(index.type, target.count if isinstance(target, ir.VectorType) else 1)
+        num_elements = ir.Constant(index.type, target.count if isinstance(target, ir.VectorType) else 1)
         if count is not None:
-            most = builder.select(builder.icmp_signed("<", count, most), count, most)
-        with builder.if_then(builder.icmp_signed(">", most, ir.Constant(index.type, 0))):
-            last = builder.sub(builder.add(index, most), ir.Constant(index.type, 1))
+            num_elements = builder.select(builder.icmp_signed("<", count, num_elements), count, num_elements)
+        with builder.if_then(builder.icmp_signed(">", num_elements, ir.Constant(index.type, 0))):
+            last = builder.sub(builder.add(index, num_elements), ir.Constant(index.type, 1))
             for element in (index, last):
                 cgutils.do_boundscheck(context, builder, element, memory.nitems)
     return builder.bitcast(builder.gep(memory.data, [index]), ir.PointerType(target))
@@ -220,8 +220,8 @@ def load_stored(typing_context: Any, array: Any, index: Any, count: Any) -> Any:
         bits = ir.VectorType(context.get_value_type(array.dtype), LANES)
         *place, count = arguments
         address = _address(context, builder, array, place, bits, count)
-        whole = builder.icmp_signed(">=", count, ir.Constant(count.type, LANES))
-        with builder.if_else(whole, likely=True) as (then, otherwise):
+        is_whole = builder.icmp_signed(">=", count, ir.Constant(count.type, LANES))
+        with builder.if_else(is_whole, likely=True) as (then, otherwise):
             with then:
                 all_lanes = builder.load(address, align=array.dtype.bitwidth // 8)
                 all_from = builder.block
@@ -243,14 +243,14 @@ def _load_few(builder: Any, address: Any, kind: Any, count: Any) -> Any:
     return _call(builder, name, kind, [address, ir.Constant(_INT, 1), mask, ir.Constant(kind, None)])
 
 
-def _widen(builder: Any, stored: Any, bits: Any) -> Any:
+def _widen(builder: Any, stored_type: Any, bits: Any) -> Any:
     """Return the float32 numbers of stored bits."""
-    if stored == types.float32:
+    if stored_type == types.float32:
         return bits
-    if stored == types.int16 and _CONVERTS_HALVES:
+    if stored_type == types.int16 and _CONVERTS_HALVES:
         return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
     wide = builder.zext(bits, _INTS)
-    if stored == types.int16:
+    if stored_type == types.int16:
         return _widen_halves(builder, wide)
     # A bfloat16 is the upper half of a float32.
     return builder.bitcast(builder.shl(wide, _constant(16)), _VECTOR)
@@ -263,11 +263,11 @@ def _widen_halves(builder: Any, wide: Any) -> Any:
     scaled = builder.fmul(
         builder.bitcast(builder.shl(size, _constant(13)), _VECTOR), ir.Constant(_VECTOR, [2.0**112] * LANES)
     )
-    found = builder.bitcast(scaled, _INTS)
+    number_bits = builder.bitcast(scaled, _INTS)
     is_number = builder.icmp_unsigned("<", size, _constant(0x7C00))
-    found = builder.select(is_number, found, builder.or_(found, _constant(0x7F800000)))
+    number_bits = builder.select(is_number, number_bits, builder.or_(number_bits, _constant(0x7F800000)))
     sign = builder.shl(builder.and_(wide, _constant(0x8000)), _constant(16))
-    return builder.bitcast(builder.or_(found, sign), _VECTOR)
+    return builder.bitcast(builder.or_(number_bits, sign), _VECTOR)
 
 
 @intrinsic
@@ -290,11 +290,11 @@ def store_sums(typing_context: Any, array: Any, index: Any, a: Any, b: Any, c: A
     return types.void(array, types.intp, *[vector] * SUMS), generate
 
 
-def _add_shuffled(builder: Any, one: Any, other: Any, low: Sequence[int]) -> Any:
+def _add_shuffled(builder: Any, vector: Any, other: Any, low: Sequence[int]) -> Any:
     """Return the sum of two selections from each four lanes: the given lanes, and the lanes two higher."""
     fours = range(0, LANES, SUMS)
     return builder.fadd(
-        *(_shuffle(builder, one, other, [four + lane + high for four in fours for lane in low]) for high in (0, 2))
+        *(_shuffle(builder, vector, other, [four + lane + high for four in fours for lane in low]) for high in (0, 2))
     )
 
 
@@ -307,7 +307,7 @@ def fetch(typing_context: Any, array: Any, index: Any) -> Any:
         nothing = ir.Constant(arguments[1].type, 0)
         address = _address(context, builder, array, arguments, ir.IntType(8), nothing)
         # For reading, into all cache levels, as data.
-        hints = [ir.Constant(_INT, each) for each in (0, 3, 1)]
+        hints = [ir.Constant(_INT, hint) for hint in (0, 3, 1)]
         _call(builder, "llvm.prefetch.p0", ir.VoidType(), [address, *hints])
         return context.get_dummy_value()
 

@@ -234,11 +234,11 @@ class PagedAttention:
             "DOT_DTYPE": dot_dtype(query.dtype),
             **sizes,
         }
-        for each in programs:
-            tiling = each.tiling
-            num_head_programs = self.num_kv_heads * -(-self.num_heads // self.num_kv_heads // each.heads)
-            grid = each.num_items, num_head_programs
-            part_rows = each.num_slots, num_head_programs, tiling.block_m
+        for shape_programs in programs:
+            tiling = shape_programs.tiling
+            num_head_programs = self.num_kv_heads * -(-self.num_heads // self.num_kv_heads // shape_programs.heads)
+            grid = shape_programs.num_items, num_head_programs
+            part_rows = shape_programs.num_slots, num_head_programs, tiling.block_m
             part_output = query.new_empty((*part_rows, self.head_size_v), dtype=torch.float32)
             part_weight = query.new_empty(part_rows, dtype=torch.float32)
             yield Launch(
@@ -249,8 +249,8 @@ class PagedAttention:
                     "part_output": part_output,
                     "part_weight": part_weight,
                     "numbers": numbers,
-                    "first_item": each.first_item,
-                    "HEADS": each.heads,
+                    "first_item": shape_programs.first_item,
+                    "HEADS": shape_programs.heads,
                     "BLOCK_M": tiling.block_m,
                     "BLOCK_N": tiling.block_n,
                     "MASK_ALL": tiling.mask_all,
@@ -258,8 +258,8 @@ class PagedAttention:
                 tiling.num_warps,
                 tiling.num_stages,
             )
-            if each.num_splits:
-                yield join_launch(each, numbers, output, part_output, part_weight, sizes, lse)
+            if shape_programs.num_splits:
+                yield join_launch(shape_programs, numbers, output, part_output, part_weight, sizes, lse)
 
 
 def join_launch(

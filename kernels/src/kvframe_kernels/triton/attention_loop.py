@@ -134,15 +134,15 @@ def attend_run(
             scores = scores - bias_rows[:, None] * distance
         if MASKED:
             if CAUSAL:
-                seen = tokens[None, :] < stops[:, None]
+                mask = tokens[None, :] < stops[:, None]
                 if WINDOW:
-                    seen = seen & ((tokens[None, :] > positions[:, None] - WINDOW) | (tokens < num_sinks)[None, :])
+                    mask = mask & ((tokens[None, :] > positions[:, None] - WINDOW) | (tokens < num_sinks)[None, :])
                 if CHUNK:
-                    seen = seen & (tokens[None, :] >= (positions - positions % CHUNK)[:, None])
-                seen = seen & live[None, :]
+                    mask = mask & (tokens[None, :] >= (positions - positions % CHUNK)[:, None])
+                mask = mask & live[None, :]
             else:
-                seen = live[None, :]
-            scores = tl.where(seen, scores, float("-inf"))
+                mask = live[None, :]
+            scores = tl.where(mask, scores, float("-inf"))
         if HAS_SOFT_CAP or MAX_DISTANCE or HAS_SLOPES:
             peak = tl.maximum(maximum, tl.max(scores, 1))
         else:

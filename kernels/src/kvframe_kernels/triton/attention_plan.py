@@ -246,7 +246,7 @@ class StepPlanner:
     @cached_property
     def _shapes(self) -> bytes:
         """For each tiling, its rows, the tokens of an iteration, the work items at a time, and tokens of a part."""
-        numbers = [(each.block_m, each.block_n, self._wave(each), each.min_split) for each in self.tilings]
+        numbers = [(tiling.block_m, tiling.block_n, self._wave(tiling), tiling.min_split) for tiling in self.tilings]
         return np.array(numbers, dtype=np.int32).tobytes()
 
     def _wave(self, tiling: Tiling) -> int:

@@ -117,15 +117,15 @@ def gated_delta_update_reference(
 ) -> torch.Tensor:
     """Compute ``gated_delta_update`` in plain torch."""
     heads_per_key = value.shape[1] // key.shape[1]
-    wanted, shown = (each.float().repeat_interleave(heads_per_key, 1) for each in (query, key))
+    queries, keys = (vectors.float().repeat_interleave(heads_per_key, 1) for vectors in (query, key))
     if normalise:
-        wanted, shown = (each * (each.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for each in (wanted, shown))
+        queries, keys = (x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for x in (queries, keys))
     decay = gate.float() if gate.dim() == 3 else gate.float()[..., None]
     state = pages[source].float() * decay.exp()[..., None]
-    missing = (value.float() - torch.einsum("rhk,rhkv->rhv", shown, state)) * beta.float()[..., None]
-    state = state + shown[..., None] * missing[:, :, None]
+    missing = (value.float() - torch.einsum("rhk,rhkv->rhv", keys, state)) * beta.float()[..., None]
+    state = state + keys[..., None] * missing[:, :, None]
     pages[target] = state.to(pages.dtype)
-    return torch.einsum("rhk,rhkv->rhv", wanted * scale, state).to(value.dtype)
+    return torch.einsum("rhk,rhkv->rhv", queries * scale, state).to(value.dtype)
 
 
 @triton.jit
@@ -148,11 +148,11 @@ def _delta_step(  # type: ignore[no-untyped-def]
     state = tl.load(pages + source + tile, mask=inside, other=0.0).to(tl.float32)
 
     key_head = head // heads_per_key
-    wanted = tl.load(query + row * q_row + key_head * q_head + k * q_size, mask=in_k, other=0.0).to(tl.float32)
-    shown = tl.load(key + row * k_row + key_head * k_head + k * k_size, mask=in_k, other=0.0).to(tl.float32)
+    query_vector = tl.load(query + row * q_row + key_head * q_head + k * q_size, mask=in_k, other=0.0).to(tl.float32)
+    key_vector = tl.load(key + row * k_row + key_head * k_head + k * k_size, mask=in_k, other=0.0).to(tl.float32)
     if NORMALISE:
-        wanted *= tl.rsqrt(tl.sum(wanted * wanted, axis=0) + EPS)
-        shown *= tl.rsqrt(tl.sum(shown * shown, axis=0) + EPS)
+        query_vector *= tl.rsqrt(tl.sum(query_vector * query_vector, axis=0) + EPS)
+        key_vector *= tl.rsqrt(tl.sum(key_vector * key_vector, axis=0) + EPS)
     if PER_CHANNEL:
         decays = tl.load(gate + row * g_row + head * g_head + k * g_size, mask=in_k, other=0.0).to(tl.float32)
         state *= tl.exp(decays)[:, None]
@@ -160,8 +160,8 @@ def _delta_step(  # type: ignore[no-untyped-def]
         state *= tl.exp(tl.load(gate + row * g_row + head * g_head).to(tl.float32))
     new = tl.load(value + row * v_row + head * v_head + v * v_size, mask=in_v, other=0.0).to(tl.float32)
     weight = tl.load(beta + row * b_row + head * b_head).to(tl.float32)
-    missing = (new - tl.sum(state * shown[:, None], axis=0)) * weight
-    state += shown[:, None] * missing[None, :]
+    missing = (new - tl.sum(state * key_vector[:, None], axis=0)) * weight
+    state += key_vector[:, None] * missing[None, :]
     tl.store(pages + target + tile, state.to(pages.dtype.element_ty), mask=inside)
-    result = tl.sum(state * (wanted * scale)[:, None], axis=0)
+    result = tl.sum(state * (query_vector * scale)[:, None], axis=0)
     tl.store(out + row * out_row + head * out_head + v * out_size, result.to(out.dtype.element_ty), mask=in_v)

@@ -28,9 +28,9 @@ from kvframe_kernels.triton.attention_plan import (
 from kvframe_kernels.triton.launch import Launch
 
 
-def heads_per_program(num_heads: int, most: int) -> int:
-    """Return the largest number of query heads per program, up to ``most``, that divides ``num_heads``."""
-    return next(heads for heads in range(min(num_heads, most), 0, -1) if num_heads % heads == 0)
+def heads_per_program(num_heads: int, max_heads: int) -> int:
+    """Return the largest number of query heads per program, up to ``max_heads``, that divides ``num_heads``."""
+    return next(heads for heads in range(min(num_heads, max_heads), 0, -1) if num_heads % heads == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,28 +154,28 @@ class LatentAttention:
             "DOT_DTYPE": dot_dtype(absorbed.dtype),
             **sizes,
         }
-        for each in programs:
-            tiling = each.tiling
-            part_rows = each.num_slots, num_head_programs, tiling.block_m
+        for shape_programs in programs:
+            tiling = shape_programs.tiling
+            part_rows = shape_programs.num_slots, num_head_programs, tiling.block_m
             part_output = output.new_empty((*part_rows, self.latent_size), dtype=torch.float32)
             part_weight = output.new_empty(part_rows, dtype=torch.float32)
             yield Launch(
                 mla_kernel.attend_latents,
-                (each.num_items, num_head_programs),
+                (shape_programs.num_items, num_head_programs),
                 {
                     **arguments,
                     "part_output": part_output,
                     "part_weight": part_weight,
                     "numbers": numbers,
-                    "first_item": each.first_item,
+                    "first_item": shape_programs.first_item,
                     "BLOCK_M": tiling.block_m,
                     "BLOCK_N": tiling.block_n,
                 },
                 tiling.num_warps,
                 tiling.num_stages,
             )
-            if each.num_splits:
-                yield join_launch(each, numbers, output, part_output, part_weight, sizes, lse)
+            if shape_programs.num_splits:
+                yield join_launch(shape_programs, numbers, output, part_output, part_weight, sizes, lse)
 
 
 def suitable_tilings(latent_size: int, item_bytes: int, block_size: int) -> tuple[Tiling, ...]:

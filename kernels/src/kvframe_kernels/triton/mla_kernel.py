@@ -121,10 +121,10 @@ def attend_latents(
         scores = tl.dot(q_r, tl.trans(r.to(DOT_DTYPE)), input_precision="ieee")
         # From here on, scores are exponents of two.
         scores = tl.dot(q, tl.trans(c), scores, input_precision="ieee") * score_scale
-        seen = live[None, :]
+        mask = live[None, :]
         if CAUSAL:
-            seen = seen & (tokens[None, :] < stops[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
+            mask = mask & (tokens[None, :] < stops[:, None])
+        scores = tl.where(mask, scores, float("-inf"))
         peak = tl.maximum(maximum, tl.max(scores, 1))
         # For a row that has seen no token yet, both are -inf.
         shift = tl.where(peak == float("-inf"), 0.0, peak)

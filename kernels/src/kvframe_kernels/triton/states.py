@@ -139,7 +139,7 @@ def selective_state_update_reference(
     heads_per_group = x.shape[1] // B.shape[1]
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = functional.softplus(step)[..., None] if softplus else step[..., None]
-    weight_in, weight_out = (each.float().repeat_interleave(heads_per_group, 1)[:, :, None] for each in (B, C))
+    weight_in, weight_out = (weights.float().repeat_interleave(heads_per_group, 1)[:, :, None] for weights in (B, C))
     state = (step * A.float()).exp() * pages[source].float() + step * weight_in * x.float()[..., None]
     pages[target] = state.to(pages.dtype)
     out = (state * weight_out).sum(-1)

@@ -73,23 +73,23 @@ def write_launch(
     arguments: dict[str, Any] = {"blocks": slots[0], "offsets": slots[1], "num_rows": num_tokens * num_heads}
     arguments |= {"num_heads": num_heads, "FORMAT": FORMATS[format_name]}
     for side, source, scale in (("k", key, k_scale), ("v", value, v_scale)):
-        stored = kv_cache[side]
+        pages = kv_cache[side]
         scales, mins = kv_cache.get(f"{side}_scale"), kv_cache.get(f"{side}_min")
         strides = (0, 0, 0) if scales is None else scales.stride()
         arguments |= {
             side: source,
             # The kernel computes codes as whole numbers, because platforms convert floats differently.
-            f"{side}_stored": stored.view(torch.uint8) if stored.dtype == torch.float8_e4m3fn else stored,
+            f"{side}_stored": pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages,
             f"{side}_scales": scales,
             f"{side}_mins": mins,
             f"{side}_scale": float(scale),
             f"{side}_token": source.stride(0),
             f"{side}_head": source.stride(1),
             f"{side}_element": source.stride(2),
-            f"{side}_page": stored.stride(0),
-            f"{side}_slot": stored.stride(1),
-            f"{side}_stored_head": stored.stride(2),
-            f"{side}_stored_element": stored.stride(3),
+            f"{side}_page": pages.stride(0),
+            f"{side}_slot": pages.stride(1),
+            f"{side}_stored_head": pages.stride(2),
+            f"{side}_stored_element": pages.stride(3),
             f"{side}_scale_page": strides[0],
             f"{side}_scale_slot": strides[1],
             f"{side}_scale_head": strides[2],
@@ -113,10 +113,10 @@ def write_kv_reference(
     """Compute ``write_kv`` in plain torch."""
     for side, source, scale in (("k", key, k_scale), ("v", value, v_scale)):
         for name, part in _encode(source, side, kv_cache[side].dtype, format_name, scale).items():
-            stored = kv_cache[name]
+            pages = kv_cache[name]
             if part.dtype == torch.float8_e4m3fn:
-                stored, part = stored.view(torch.uint8), part.view(torch.uint8)
-            stored.index_put_(slots, part)
+                pages, part = pages.view(torch.uint8), part.view(torch.uint8)
+            pages.index_put_(slots, part)
 
 
 def _encode(
@@ -170,7 +170,7 @@ def _fp8(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write_side(  # type: ignore[no-untyped-def]
-    source, stored, scales, mins, scale, blocks, offsets, num_rows, num_heads,
+    source, pages, scales, mins, scale, blocks, offsets, num_rows, num_heads,
     token_stride, head_stride, element_stride, page_stride, slot_stride, stored_head_stride, stored_element_stride,
     scale_page_stride, scale_slot_stride, scale_head_stride,
     FORMAT: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -182,7 +182,7 @@ def _write_side(  # type: ignore[no-untyped-def]
     block = tl.load(blocks + token, mask=in_row, other=0).to(tl.int64)
     offset = tl.load(offsets + token, mask=in_row, other=0).to(tl.int64)
     source += token.to(tl.int64)[:, None] * token_stride + head[:, None] * head_stride
-    stored += (block * page_stride + offset * slot_stride + head * stored_head_stride)[:, None]
+    pages += (block * page_stride + offset * slot_stride + head * stored_head_stride)[:, None]
     scale_at = block * scale_page_stride + offset * scale_slot_stride + head * scale_head_stride
     e = tl.arange(0, BLOCK)
     inside = in_row[:, None] & (e < SIZE)[None, :]
@@ -208,14 +208,14 @@ def _write_side(  # type: ignore[no-untyped-def]
         first = _nearest(tl.minimum(tl.maximum(first, 0.0), 15.0)).to(tl.int32)
         second = _nearest(tl.minimum(tl.maximum(second, 0.0), 15.0)).to(tl.int32)
         codes = (first | (second << 4)).to(tl.uint8)
-        tl.store(stored + half[None, :] * stored_element_stride, codes, mask=in_half)
+        tl.store(pages + half[None, :] * stored_element_stride, codes, mask=in_half)
         nothing = tl.full([ROWS], float("nan"), tl.float16)
         tl.store(scales + scale_at, tl.where(is_finite, step_stored, nothing), mask=in_row)
         tl.store(mins + scale_at, tl.where(is_finite, low_stored, nothing), mask=in_row)
     else:
         values = tl.load(source + e[None, :] * element_stride, mask=inside, other=0.0)
         if FORMAT == _PLAIN:
-            codes = values.to(stored.dtype.element_ty)
+            codes = values.to(pages.dtype.element_ty)
         elif FORMAT == _FP8_TENSOR:
             codes = _fp8(tl.div_rn(values.to(tl.float32), tl.zeros([ROWS, BLOCK], tl.float32) + scale))
         else:
@@ -228,7 +228,7 @@ def _write_side(  # type: ignore[no-untyped-def]
             x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
             codes = _nearest(x).to(tl.int8) if FORMAT == _INT8_HEAD else _fp8(x)
             tl.store(scales + scale_at, tl.where(is_finite, step, float("nan")), mask=in_row)
-        tl.store(stored + e[None, :] * stored_element_stride, codes, mask=inside)
+        tl.store(pages + e[None, :] * stored_element_stride, codes, mask=inside)
 
 
 @triton.jit
