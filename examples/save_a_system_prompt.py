@@ -64,7 +64,7 @@ def first_token(engine: Engine) -> tuple[int, float]:
 
 
 def ask(model: Path, file: Path) -> None:
-    """Ask with the system prompt computed, and with it loaded, in the second process."""
+    """In the second process, ask with the system prompt computed, then with the system prompt loaded."""
     with engine_of(model) as engine:
         engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=1))
         computed, computing = first_token(engine)

@@ -24,7 +24,7 @@ def main(path: str) -> None:
 
 
 def address(server: subprocess.Popen[str]) -> str:
-    """Wait until a server says where it serves, and return that."""
+    """Wait until the server prints its address, and return the address."""
     lines = []
     for line in server.stderr or ():
         lines.append(line)

@@ -101,7 +101,7 @@ class Host:
             self.running.append(self.waiting.popleft())
 
     def compute(self, requests: Sequence[tuple[Request, int]]) -> list[int]:
-        """Run the model once over the next ``num_new`` tokens of each request, packed; return what follows each."""
+        """Run the model once over the next ``num_new`` tokens of each request, packed; return their next token ids."""
         query_lens = np.array([num_new for _, num_new in requests])
         batch = StepBatch(
             rows=np.array([self.manager.row(request.name) for request, _ in requests]),

@@ -22,7 +22,7 @@ prebuilt_variants = variants["VARIANTS"].get(machine, ()) if os.environ.get("KVF
 
 
 class WithKernels(Distribution):
-    """A distribution that contains compiled code, if it does."""
+    """A distribution that contains compiled code if any variant is prebuilt."""
 
     def has_ext_modules(self) -> bool:
         """Return whether the wheel is for one kind of machine."""
@@ -47,7 +47,7 @@ class WheelOfMachine(bdist_wheel):
     """Name the machine, and no version of Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        """Return the versions of Python, the interface to it and the machine."""
+        """Return the wheel's tags: Python, its ABI and the platform."""
         tag = super().get_tag()
         return ("py3", "none", tag[2]) if prebuilt_variants else tag
 

@@ -53,7 +53,7 @@ def make_policy_of(name: str) -> EvictionPolicy:
 
 
 def replay(requests: Sequence[TracedRequest], policy: str, num_tokens: int) -> dict[str, Any]:
-    """Serve requests one after the other; return what the counted ones found."""
+    """Serve requests one after the other; return how many tokens the counted requests found."""
     manager = KVCacheManager(make_plan(num_tokens), max_num_seqs=1, eviction=make_policy_of(policy))
     first = int(COUNTED_FROM * len(requests))
     num_found = num_shared = num_shared_found = 0
@@ -134,7 +134,7 @@ def _next_uses(requests: Sequence[TracedRequest], blocks: Sequence[Sequence[int]
 
 
 def run(name: str, size: int) -> dict[str, Any]:
-    """Return what is found of a trace in pools of all sizes."""
+    """Return how many tokens of a trace are found in pools of all sizes."""
     words, draw = TRACES[name]
     requests = draw(size)
     first = int(COUNTED_FROM * len(requests))

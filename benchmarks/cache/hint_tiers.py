@@ -69,7 +69,7 @@ def replay_with_tiers(trace: Sequence[Arrival], tier: str, hints: Callable[[Arri
 
 
 def run_tiers(name: str, size: int) -> dict[str, Any]:
-    """Return what tiers do beside the smallest pool, with hints of some requests."""
+    """Return the tokens found and blocks moved by tiers beside the smallest pool, with hints of some requests."""
     _, seconds, make = TRACES[name]
     trace = make(size)
     sides = {

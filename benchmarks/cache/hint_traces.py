@@ -19,9 +19,7 @@ ONE_OFF, BATCH = Hints(keep_seconds=0), Hints(priority=1)
 
 @attrs.frozen
 class Arrival:
-    """A request of a trace: when it is sent, whether it is a turn, a document or of a batch; of a turn, whether it is
-    the last one of its conversation, and the number of that.
-    """  # noqa: D205
+    """A request of a trace: its time, its kind (``turn``, ``document`` or ``batch``), and the session of a turn."""
 
     seconds: float
     kind: str

@@ -36,7 +36,7 @@ POOLS = (64 * 1024, 128 * 1024, 256 * 1024)
 
 
 def replay(trace: Sequence[Arrival], policy: str, num_tokens: int, hints: Callable[[Arrival], Hints]) -> dict[str, Any]:
-    """Serve requests one after the other; return what the counted ones found, by kind, and the processor seconds."""
+    """Serve requests one after the other; return the tokens that the counted ones found, by kind, and the seconds."""
     clock = [0.0]
     plan = make_plan(num_tokens)
     manager = KVCacheManager(plan, max_num_seqs=1, eviction=make_policy_of(policy), now=lambda: clock[0])
@@ -54,7 +54,7 @@ def replay(trace: Sequence[Arrival], policy: str, num_tokens: int, hints: Callab
 
 
 def run(name: str, size: int) -> dict[str, Any]:
-    """Return what is found of a trace in pools of all sizes, with hints of some requests."""
+    """Return how many tokens of a trace are found in pools of all sizes, with hints of some requests."""
     words, seconds, make = TRACES[name]
     trace = make(size)
     first, requests = int(COUNTED_FROM * len(trace)), [arrival.request for arrival in trace]

@@ -1,4 +1,4 @@
-"""What the cores of caches and their works share: settings, sides that are compared. Imports only Python's library."""
+"""The settings and sides that the cache cores and their works share. Imports only Python's library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure what it saves that layers keep a part of a prompt. See benchmarks/README.md."""
+"""Measure the time and pages saved by layers that keep only a part of a prompt. See benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def write_report(record: Mapping[str, Any]) -> str:
 @click.option("--num-new", default=24, help="Tokens that are generated, at least 4.")
 @click.option("--budget", default=1024, help="Tokens of the prompt that are kept.")
 def main(repeats: int, threads: int, num_tokens: int, num_new: int, budget: int) -> dict[str, Any]:
-    """Measure both by turns, in one process."""
+    """Measure an engine that keeps whole prompts and one that keeps a part, by turns, in one process."""
     values_by_way: dict[str, dict[str, list[float]]] = {way: {name: [] for name in ROWS} for way in ("whole", "part")}
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder, num_tokens)

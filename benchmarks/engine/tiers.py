@@ -1,4 +1,4 @@
-"""Measure what a long prefix costs that is found on the device, in host memory, on disk or in a server.
+"""Measure the cost of a long prefix that is found on the device, in host memory, on disk or in a server.
 
 See benchmarks/README.md.
 """

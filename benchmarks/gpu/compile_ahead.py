@@ -1,4 +1,4 @@
-"""Compile FlashInfer's kernels before a GPU is there, and pack what ``benchmarks/gpu.sh --wheels`` brings along.
+"""Compile FlashInfer's kernels without a GPU, and pack them for ``benchmarks/gpu.sh --wheels``.
 
     python -m benchmarks.gpu.compile_ahead FOLDER
 
@@ -41,7 +41,7 @@ SOURCES = ("flashinfer/data/cutlass/", "flashinfer/data/csrc/", "flashinfer/data
 
 @attrs.frozen(order=True)
 class Kernel:
-    """What distinguishes FlashInfer's kernels.
+    """The properties by which FlashInfer's kernels differ.
 
     Attributes:
         kv_dtype: The dtype of keys and values by name; queries are of ``DTYPE``.
@@ -148,7 +148,7 @@ def pack(folder: Path) -> Path:
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--list", "is_listing", is_flag=True, help="Name the modules, and compile nothing.")
 def main(folder: Path, is_listing: bool) -> None:
-    """Compile and pack."""
+    """Compile and pack the kernels, or list them."""
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", ARCHITECTURE)
     specs = {module.name: module for kernel in sorted(kernels()) for module in modules(kernel)}
     specs |= {module.name: module for module in latent_modules()}

@@ -123,7 +123,7 @@ async def until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 async def suffer(server: ServerProcess, attacked: Attack, right_answers: Mapping[str, str]) -> dict[str, Any]:
-    """Let an attack run while a friend asks; return what became of both."""
+    """Run an attack while a friendly client asks; return the figures of both."""
     files, memory, log = server.num_descriptors, server.memory_mb, server.log.stat().st_size
     friend, gone = Friend(server, right_answers), asyncio.Event()
     asking = asyncio.create_task(friend.ask())
@@ -208,7 +208,7 @@ def metrics_of(server: ServerProcess) -> dict[str, float]:
 
 
 async def soak(server: ServerProcess, right_answers: Mapping[str, str], num_requests: int) -> dict[str, Any]:
-    """Let clients come and go; return what they found, and what is left of them."""
+    """Let clients connect and leave; return their wrong answers, and the resources that the server still holds."""
     source = random.Random(0)
     ways = source.choices([*WAYS], [weight for weight, _ in WAYS.values()], k=num_requests)
     prompts = source.choices([*right_answers], k=num_requests)

@@ -14,7 +14,7 @@ _REPLICA = "ray::ServeReplica:"
 
 
 def processor_seconds() -> dict[str, float]:
-    """Return what processes have used: by application and deployment (``"app:Engine"``), and of all under ``"all"``."""
+    """Return the processor time of each deployment (``"app:Engine"``), and of all processes (``"all"``)."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for process in with_children(os.getpid()):
         with suppress(FileNotFoundError, ProcessLookupError):

@@ -82,7 +82,7 @@ def means_of(tokens: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def attend(layer: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return attention of one query over all that is given."""
+    """Return attention of one query over all given keys and values."""
     assert layer.query is not None
     key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
     weights = (torch.einsum("qhd,thd->hqt", query, key) * layer.query.scale).softmax(-1)

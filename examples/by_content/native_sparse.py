@@ -102,7 +102,7 @@ def attend(
 
 
 class NativeSparseBackend(AttentionBackend):
-    """Computes it request by request in plain torch."""
+    """Computes native sparse attention request by request in plain torch."""
 
     capabilities = Capabilities(devices={"cpu"}, dtypes={"float32", "float64"}, masks=(), kinds={"native_sparse"})
 

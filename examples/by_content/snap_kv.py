@@ -103,7 +103,7 @@ def define(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> torch.Tensor:
-    """Return attention of a whole request by definition: a mask for each head of what is kept."""
+    """Return attention of a whole request by its definition, with a mask of the kept tokens for each head."""
     num_tokens, num_kv_heads, _ = key.shape
     sees = torch.ones(num_kv_heads, num_tokens, num_tokens, dtype=torch.bool).tril()
     if spec.budget < num_prompt_tokens:

@@ -109,7 +109,7 @@ def _in_words(num_layers: int, spec: KVCacheSpec, num_tokens: int) -> str:
 
 
 def report(served: Served) -> str:
-    """Return what was served, and what it shows, as text."""
+    """Return the report of the served prompts as text."""
     stats = served.stats
     copied = [
         ours == expected
@@ -139,7 +139,7 @@ def report(served: Served) -> str:
 
 
 def next_steps(path: Path) -> str:
-    """Return commands that run here, each with what it says."""
+    """Return the commands to try next, each with a line that says what it prints."""
     program = Path(sys.executable).with_name("kvframe")  # not resolved: an environment's python is a link
     model, stack, kvframe = (shlex.quote(str(_from_here(file))) for file in (path, STACK, program))
     steps = [

@@ -238,7 +238,7 @@ def _content_key(recipe: Recipe, text: str) -> str:
 
 
 def _read_cached(path: Path, key: str) -> Trained | None:
-    """Return what is in ``path`` if it was made from ``key``."""
+    """Return the trained model in ``path`` if its recorded key is ``key``."""
     record = path / _KEY_FILE
     if not record.is_file():
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
