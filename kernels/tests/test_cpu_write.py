@@ -40,13 +40,13 @@ def check(
     generator = torch.Generator().manual_seed(len(key))
     sizes = key.shape[-1], value.shape[-1]
     expected_pools, expected = pools(name, key.shape[1], sizes, dtype)
-    found_pools, kv_cache = pools(name, key.shape[1], sizes, dtype)
+    actual_pools, kv_cache = pools(name, key.shape[1], sizes, dtype)
     places = torch.randperm(NUM_IDS * BLOCK_SIZE, generator=generator)[: len(key)]
     slots = places // BLOCK_SIZE, places % BLOCK_SIZE
     write_kv_reference(key, value, expected, slots, name, **scales)
     write_kv(scattered(key, generator), scattered(value, generator), kv_cache, slots, name, **scales)
-    for part, other, pool in zip(kv_cache, expected_pools, found_pools, strict=True):
-        assert same_bits(other, pool), part
+    for part, expected_pool, pool in zip(kv_cache, expected_pools, actual_pools, strict=True):
+        assert same_bits(expected_pool, pool), part
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
