@@ -377,7 +377,7 @@ class KVCacheCoordinator:
         ids = table.ids[row, : numbers.num_blocks.item(0, row)]
         num_released = self._publisher.unfollow(row, ids)
         if num_released < len(ids):
-            self._pool.release_blocks(ids[num_released:][::-1], 0)
+            self._pool.release_blocks(ids[: num_released - len(ids) - 1 : -1], 0)  # the last block first
         ids.fill(0)
         numbers.num_blocks[0, row] = numbers.num_computed[row] = numbers.capacity[row] = 0
         numbers.states[row] = NO_REQUEST
