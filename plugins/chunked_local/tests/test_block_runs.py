@@ -26,9 +26,9 @@ def test_a_run_holds_the_ids_that_follow_in_its_row(
     num_columns = data.draw(st.integers(1, max_blocks))
     place = st.tuples(st.integers(0, num_reqs - 1), st.integers(0, max_blocks - 1))
     places = data.draw(st.lists(place, min_size=1, max_size=8))
-    found = select(table, places, num_columns, num_padding)
-    assert (len(places) + num_padding, num_columns) == found.shape
-    for (request, block), row in zip(sorted(places), found.tolist(), strict=False):
+    ids = select(table, places, num_columns, num_padding)
+    assert (len(places) + num_padding, num_columns) == ids.shape
+    for (request, block), row in zip(sorted(places), ids.tolist(), strict=False):
         expected = table[request, block : block + num_columns].tolist()
         assert expected == row[: len(expected)]
 
@@ -36,6 +36,6 @@ def test_a_run_holds_the_ids_that_follow_in_its_row(
 def test_runs_past_a_row_and_past_the_table_hold_ids_of_the_table() -> None:
     memory = torch.tensor([[1, 2, 3, -1], [4, 5, 6, -1]], dtype=torch.int32)
     places = [(0, 2), (1, 1), (1, 2), (1, 2)]
-    found = select(memory[:, :3], places, num_columns=3, num_padding=0).tolist()
-    assert [[3], [5, 6], [6], [6]] == [row[: 3 - block] for (_, block), row in zip(places, found, strict=True)]
-    assert {1, 2, 3, 4, 5, 6} >= {block for row in found for block in row}
+    rows = select(memory[:, :3], places, num_columns=3, num_padding=0).tolist()
+    assert [[3], [5, 6], [6], [6]] == [row[: 3 - block] for (_, block), row in zip(places, rows, strict=True)]
+    assert {1, 2, 3, 4, 5, 6} >= {block for row in rows for block in row}

@@ -181,12 +181,12 @@ def test_which_tensors_a_static_batch_makes_does_not_depend_on_its_requests(make
 
 def virtual_request_counts(num_reqs: int, num_tokens: int, chunk: int) -> Iterator[int]:
     """Yield the number of chunks that each batch of these sizes touches, for all positions of its requests."""
-    most = {0: 0} | {
+    max_chunks = {0: 0} | {
         length: max((first + length - 1) // chunk + 1 for first in range(chunk)) for length in range(1, num_tokens + 1)
     }
     for lengths in itertools.product(range(num_tokens + 1), repeat=num_reqs):
         if sum(lengths) <= num_tokens:
-            yield sum(most[length] for length in lengths)
+            yield sum(max_chunks[length] for length in lengths)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5])

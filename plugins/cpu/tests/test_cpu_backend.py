@@ -34,11 +34,11 @@ class TestCpu(BackendTests):
     "batch", ["mixed", "decode", *(pytest.param(batch, marks=pytest.mark.whole) for batch in ("uneven", "extend"))]
 )
 def test_finite_values_where_nothing_is_live_change_nothing(batch: str) -> None:
-    chosen = [
+    cases = [
         case for case in CASES if case.name.endswith(f"block=17-{batch}") or case.name == f"full-everything-{batch}"
     ]
-    assert 9 < len(chosen)
-    for case in chosen:
+    assert 9 < len(cases)
+    for case in cases:
         check_backend(CpuBackend, case, poison=1e4)
 
 
@@ -81,10 +81,10 @@ def _without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
 
 def test_it_is_chosen_on_a_cpu_for_what_it_computes() -> None:
     registry = load_plugins().registry
-    chosen = [
+    backends = [
         select_backends([layer(dtype=dtype)], Stack(), registry, "cpu")[0].backend for dtype in ("bfloat16", "float64")
     ]
-    assert ["kvframe-cpu:cpu", "kvframe-torch:torch"] == chosen
+    assert ["kvframe-cpu:cpu", "kvframe-torch:torch"] == backends
 
 
 @pytest.mark.usefixtures("_without_a_compiler")

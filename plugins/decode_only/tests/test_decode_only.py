@@ -54,29 +54,29 @@ def pad_to(metadata: CommonAttentionMetadata, num_generating: int, num_tokens: i
 
 
 def test_the_worked_example() -> None:
-    kept = DecodeOnly()(worked_example())
-    assert [0, 1, 3, 4] == kept.query_start_loc.tolist() == kept.query_start_loc_cpu.tolist()
-    assert [1, 2, 1] == kept.query_start_loc.diff().tolist()
-    assert [41, 31, 40] == kept.seq_lens.tolist() == kept.seq_lens_cpu.tolist()
+    decoding = DecodeOnly()(worked_example())
+    assert [0, 1, 3, 4] == decoding.query_start_loc.tolist() == decoding.query_start_loc_cpu.tolist()
+    assert [1, 2, 1] == decoding.query_start_loc.diff().tolist()
+    assert [41, 31, 40] == decoding.seq_lens.tolist() == decoding.seq_lens_cpu.tolist()
     assert (3, 4, 4, 2, 41) == (
-        kept.num_reqs,
-        kept.num_actual_tokens,
-        kept.num_generating,
-        kept.max_query_len,
-        kept.max_seq_len,
+        decoding.num_reqs,
+        decoding.num_actual_tokens,
+        decoding.num_generating,
+        decoding.max_query_len,
+        decoding.max_seq_len,
     )
 
 
 def test_kept_tokens_keep_their_slots_and_are_numbered_anew() -> None:
     metadata = worked_example()
-    kept = DecodeOnly()(metadata)
-    assert metadata.slot_mapping[[14, 18, 19, 27]].tolist() == kept.slot_mapping.tolist()
-    assert [0, 1, 2, 3] == kept.generating_indices.tolist() == kept.generating_indices_cpu.tolist()
+    decoding = DecodeOnly()(metadata)
+    assert metadata.slot_mapping[[14, 18, 19, 27]].tolist() == decoding.slot_mapping.tolist()
+    assert [0, 1, 2, 3] == decoding.generating_indices.tolist() == decoding.generating_indices_cpu.tolist()
 
 
 def test_starts_keep_their_dtype() -> None:
-    kept = DecodeOnly()(worked_example())
-    assert {torch.int32} == {kept.query_start_loc.dtype, kept.query_start_loc_cpu.dtype}
+    decoding = DecodeOnly()(worked_example())
+    assert {torch.int32} == {decoding.query_start_loc.dtype, decoding.query_start_loc_cpu.dtype}
 
 
 @pytest.mark.parametrize(
@@ -94,19 +94,19 @@ def test_a_step_whose_generating_tokens_are_unknown_comes_back_itself() -> None:
 
 
 def test_a_prompt_that_goes_on_keeps_its_row_and_no_token() -> None:
-    kept = DecodeOnly()(step(Request(4, 1), Request(0, 8, 0), Request(9, 1)))
-    assert [1, 0, 1] == kept.query_start_loc.diff().tolist()
-    assert [5, 8, 10] == kept.seq_lens.tolist()
+    decoding = DecodeOnly()(step(Request(4, 1), Request(0, 8, 0), Request(9, 1)))
+    assert [1, 0, 1] == decoding.query_start_loc.diff().tolist()
+    assert [5, 8, 10] == decoding.seq_lens.tolist()
 
 
 def test_where_nothing_generates_one_padded_token_is_left() -> None:
-    kept = DecodeOnly()(step(Request(4, 4, 0), Request(0, 8, 0)))
-    assert [0, 0, 0] == kept.query_start_loc.tolist()
+    decoding = DecodeOnly()(step(Request(4, 4, 0), Request(0, 8, 0)))
+    assert [0, 0, 0] == decoding.query_start_loc.tolist()
     assert (0, [0], [0], 1) == (
-        kept.num_actual_tokens,
-        kept.slot_mapping.tolist(),
-        kept.generating_indices.tolist(),
-        kept.max_query_len,
+        decoding.num_actual_tokens,
+        decoding.slot_mapping.tolist(),
+        decoding.generating_indices.tolist(),
+        decoding.max_query_len,
     )
 
 
@@ -119,9 +119,9 @@ def test_queries_that_see_later_keys_still_do() -> None:
 
 
 def test_padding_to_a_graphs_size_leaves_real_rows_unchanged() -> None:
-    kept, padded = DecodeOnly()(worked_example()), DecodeOnly()(pad_to(worked_example(), 7))
+    decoding, padded = DecodeOnly()(worked_example()), DecodeOnly()(pad_to(worked_example(), 7))
     assert [0, 1, 3, 4, 4, 4] == padded.query_start_loc.tolist()
-    assert kept.slot_mapping.tolist() == padded.slot_mapping[:4].tolist()
+    assert decoding.slot_mapping.tolist() == padded.slot_mapping[:4].tolist()
     assert (4, 7) == (padded.num_actual_tokens, len(padded.slot_mapping))
 
 
@@ -134,9 +134,9 @@ def test_padded_tokens_lie_in_the_null_page_and_repeat_the_last_index() -> None:
 @pytest.mark.parametrize(("num_tokens", "same"), [(6, True), (8, False)])
 def test_a_padded_step_comes_back_itself_where_as_many_rows_are_padded(num_tokens: int, same: bool) -> None:
     metadata = pad_to(step(Request(5, 1), Request(9, 1)), 6, num_tokens)
-    kept = DecodeOnly()(metadata)
-    assert same is (kept is metadata)
-    assert ([0, 1, 2, 2, 2], 6) == (kept.query_start_loc.tolist(), len(kept.slot_mapping))
+    decoding = DecodeOnly()(metadata)
+    assert same is (decoding is metadata)
+    assert ([0, 1, 2, 2, 2], 6) == (decoding.query_start_loc.tolist(), len(decoding.slot_mapping))
 
 
 def test_in_a_graph_no_request_is_taken_to_have_more_tokens_than_there_are_rows() -> None:
@@ -149,8 +149,8 @@ def test_in_a_graph_no_request_is_taken_to_have_more_tokens_than_there_are_rows(
 
 def test_what_counts_requests_is_handed_on() -> None:
     extensions = {SEQ_STARTS: Extension(torch.tensor([1, 2, 3], dtype=torch.int32), Axis.REQUEST)}
-    kept = apply_wrapper(DecodeOnly(), attrs.evolve(worked_example(), extensions=extensions))
-    assert extensions == kept.extensions
+    decoding = apply_wrapper(DecodeOnly(), attrs.evolve(worked_example(), extensions=extensions))
+    assert extensions == decoding.extensions
 
 
 def test_an_extension_that_it_does_not_know_is_refused() -> None:
@@ -191,11 +191,11 @@ REQUESTS = st.builds(
 def positions_by_request(metadata: CommonAttentionMetadata) -> list[tuple[int, int]]:
     """Return each real token's request and position, one by one, by the definition in the contract."""
     starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-    found = []
+    positions = []
     for request in range(metadata.num_reqs):
         query_len = starts[request + 1] - starts[request]
-        found += [(request, seq_lens[request] - query_len + i) for i in range(query_len)]
-    return found
+        positions += [(request, seq_lens[request] - query_len + i) for i in range(query_len)]
+    return positions
 
 
 @given(requests=st.lists(REQUESTS, min_size=1, max_size=8), padding=st.none() | st.integers(0, 4))
@@ -207,9 +207,9 @@ def test_every_generating_token_keeps_its_request_its_position_and_its_slot(
         metadata = pad_to(metadata, len(metadata.generating_indices) + padding, metadata.num_actual_tokens + padding)
     generating = metadata.generating_indices_cpu[: metadata.num_generating].tolist()
     tokens = positions_by_request(metadata)
-    kept = DecodeOnly()(metadata)
-    assert "" == find_problem(kept)
-    assert [tokens[index] for index in generating] == positions_by_request(kept)
+    decoding = DecodeOnly()(metadata)
+    assert "" == find_problem(decoding)
+    assert [tokens[index] for index in generating] == positions_by_request(decoding)
     slots = metadata.slot_mapping.tolist()
-    assert [slots[index] for index in generating] == kept.slot_mapping[: kept.num_actual_tokens].tolist()
-    assert len(metadata.generating_indices) == len(kept.generating_indices)
+    assert [slots[index] for index in generating] == decoding.slot_mapping[: decoding.num_actual_tokens].tolist()
+    assert len(metadata.generating_indices) == len(decoding.generating_indices)

@@ -88,9 +88,9 @@ def test_a_store_opened_later_finds_what_an_earlier_one_kept(tmp_path: Path) -> 
 
 
 def test_stores_that_are_open_at_once_find_each_others_records(tmp_path: Path) -> None:
-    one, other = open_store(tmp_path), open_store(tmp_path)
+    store, other = open_store(tmp_path), open_store(tmp_path)
     for number in range(20):
-        writer, reader = (one, other) if number % 2 else (other, one)
+        writer, reader = (store, other) if number % 2 else (other, store)
         write(writer, [number])
         assert [number] == found(reader, [number])
         assert bytes([number]) * 5000 == read(reader, number)
@@ -232,20 +232,20 @@ def test_a_foreign_file_is_left_alone_until_the_folder_is_full(tmp_path: Path, c
     assert not foreign.exists()
 
 
-def write_until_killed(path: Path, written: Connection) -> None:
+def write_until_killed(path: Path, connection: Connection) -> None:
     store = open_store(path, 64 * MIB)
     for number in itertools.count(step=3):
         write(store, [number, number + 1, number + 2], 100_000)
-        written.send(number)
+        connection.send(number)
 
 
 def test_a_killed_writer_leaves_no_half_record_and_no_file_for_long(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     for num_writes in (1, 10, 30):
-        written, end = context.Pipe(duplex=False)
+        receiver, end = context.Pipe(duplex=False)
         process = context.Process(target=write_until_killed, args=(tmp_path, end))
         process.start()
-        assert [3 * index for index in range(num_writes)] == [written.recv() for _ in range(num_writes)]
+        assert [3 * index for index in range(num_writes)] == [receiver.recv() for _ in range(num_writes)]
         process.kill()
         process.join()
         store = open_store(tmp_path, 64 * MIB)

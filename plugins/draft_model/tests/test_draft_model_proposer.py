@@ -23,12 +23,12 @@ class TestDraftModelOfOneToken(ProposerTests):
 
 def test_the_continuation_is_proposed() -> None:
     proposer = DraftModelProposer(model="small")
-    asked = [
+    requests = [
         DraftRequest("a", [1, 2], 1, 3, "", continuation=(5, 6, 7)),
         DraftRequest("b", [1, 2], 1, 3, ""),
     ]
     assert "small" == proposer.draft_model()
-    assert [[5, 6, 7], []] == proposer.propose(asked)
+    assert [[5, 6, 7], []] == proposer.propose(requests)
 
 
 @pytest.mark.parametrize("model", ["", 3, None])

@@ -35,7 +35,7 @@ CLASSES = {"flash_attn": "backend:FlashAttnBackend", "flash_attn_3": "backend_3:
 LIBRARIES = {"flash_attn": "flash_attn", "flash_attn_3": "flash_attn_interface"}
 
 
-def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *whole: torch.Tensor) -> None:
+def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arrays: torch.Tensor) -> None:
     """Raise if the libraries would refuse either kind of call."""
     assert query.dtype == key.dtype == value.dtype
     assert query.dtype in (torch.float16, torch.bfloat16)
@@ -43,9 +43,9 @@ def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
     assert query.shape[-1] <= 256
     assert key.shape == value.shape
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    assert {torch.int32} == {each.dtype for each in whole}
-    assert all(each.is_contiguous() for each in whole if each.dim() == 1)
-    assert all(each.stride(-1) == 1 for each in whole)
+    assert {torch.int32} == {array.dtype for array in arrays}
+    assert all(array.is_contiguous() for array in arrays if array.dim() == 1)
+    assert all(array.stride(-1) == 1 for array in arrays)
 
 
 class FlashAttn2:
@@ -220,23 +220,23 @@ class FlashAttn3:
 
 def load(name: str) -> type[AttentionBackend]:
     module, _, attribute = CLASSES[name].partition(":")
-    found: type[AttentionBackend] = getattr(importlib.import_module(f"kvframe_flash_attn.{module}"), attribute)
-    return found
+    backend_class: type[AttentionBackend] = getattr(importlib.import_module(f"kvframe_flash_attn.{module}"), attribute)
+    return backend_class
 
 
 @contextmanager
 def installed() -> Iterator[dict[str, Any]]:
     """Install stand-ins for the libraries, and yield them; the backends are imported anew."""
-    found: dict[str, Any] = {"flash_attn": FlashAttn2(), "flash_attn_3": FlashAttn3()}
+    libraries: dict[str, Any] = {"flash_attn": FlashAttn2(), "flash_attn_3": FlashAttn3()}
     before = dict(sys.modules)
-    for name, stand_in in found.items():
+    for name, stand_in in libraries.items():
         module = ModuleType(LIBRARIES[name])
         for function in ("flash_attn_with_kvcache", "flash_attn_varlen_func"):
             if hasattr(stand_in, function):
                 setattr(module, function, getattr(stand_in, function))
         sys.modules[module.__name__] = module
         sys.modules.pop(f"kvframe_flash_attn.{CLASSES[name].partition(':')[0]}", None)
-    yield found
+    yield libraries
     for name in {*sys.modules} - {*before}:
         if name.startswith(("flash_attn", "kvframe_flash_attn.backend")):
             del sys.modules[name]
@@ -245,8 +245,8 @@ def installed() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def stand_ins() -> Iterator[dict[str, Any]]:
-    with installed() as found:
-        yield found
+    with installed() as libraries:
+        yield libraries
 
 
 def is_kept(case: Case) -> bool:
@@ -309,7 +309,9 @@ def test_only_what_is_computed_after_the_library_is_written_where_the_host_wants
 ) -> None:
     # The libraries' public functions take no memory for the output.
     backend_class, host = load("flash_attn"), OtherHost("by_page")
-    check_backend(backend_class, next(each for each in cases(backend_class) if each.name == case), host=host)
+    check_backend(
+        backend_class, next(candidate for candidate in cases(backend_class) if candidate.name == case), host=host
+    )
     # The sinks of a case are left out in one of its calls.
     assert (num_copies, True) == (host.num_copies, host.num_outputs >= num_copies)
 

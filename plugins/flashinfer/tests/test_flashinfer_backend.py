@@ -40,13 +40,13 @@ CHAINS = chains_of(("decode_only",), ("chunked_local",), ("decode_only", "chunke
 class Wrapper:
     """The common part of both wrappers."""
 
-    made: ClassVar[list[Wrapper]]
+    instances: ClassVar[list[Wrapper]]
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
         assert kv_layout == "NHD"
         assert float_workspace_buffer.nbytes == 128 << 20
         self.plans = 0
-        self.made.append(self)
+        self.instances.append(self)
 
     def remember(
         self,
@@ -57,7 +57,7 @@ class Wrapper:
         sizes: tuple[int, int, int, int],
         options: dict[str, Any],
     ) -> None:
-        assert {torch.int32} == {each.dtype for each in (query_starts, starts, ids, last_page_lens)}
+        assert {torch.int32} == {tensor.dtype for tensor in (query_starts, starts, ids, last_page_lens)}
         counts, page_size = starts.diff(), sizes[3]
         assert len(ids) == starts[-1]
         assert bool(((last_page_lens > 0) == (counts > 0)).all())
@@ -107,7 +107,7 @@ def written(output: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
-    made: ClassVar[list[Wrapper]] = []
+    instances: ClassVar[list[Wrapper]] = []
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, kv_layout)
@@ -158,7 +158,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
-    made: ClassVar[list[Wrapper]] = []
+    instances: ClassVar[list[Wrapper]] = []
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_tensor_cores: bool = False
@@ -217,7 +217,7 @@ def installed(folder: Path) -> Iterator[ModuleType]:
     modules = {name: ModuleType(name) for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.cpp_ext")}
     with pytest.MonkeyPatch.context() as patch:
         for wrapper in (BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper):
-            patch.setattr(wrapper, "made", [])
+            patch.setattr(wrapper, "instances", [])
             setattr(modules["flashinfer"], wrapper.__name__, wrapper)
         env = ModuleType("flashinfer.jit.env")
         vars(env)["FLASHINFER_AOT_DIR"] = folder / "aot"
@@ -234,13 +234,13 @@ def installed(folder: Path) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Iterator[ModuleType]:
-    with installed(tmp_path) as found:
-        yield found
+    with installed(tmp_path) as module:
+        yield module
 
 
 def load() -> type[AttentionBackend]:
-    found: type[AttentionBackend] = importlib.import_module("kvframe_flashinfer.backend").FlashInferBackend
-    return found
+    backend_class: type[AttentionBackend] = importlib.import_module("kvframe_flashinfer.backend").FlashInferBackend
+    return backend_class
 
 
 # --- the grid ---------------------------------------------------------------------------------------------------------
@@ -301,7 +301,9 @@ def test_eight_bit_floats_are_read_where_they_lie_with_the_scales_of_their_forma
     assert not needs_copies(backend_class.capabilities, layer)
     case = Case(name="fp8_tensor-scales", layer=layer, requests=(Request(40, 1), Request(0, 9)))
     check_backend(backend_class, case)
-    assert {torch.float8_e4m3fn} == {wrapper.options["kv_data_type"] for wrapper in (*DECODE.made, *PREFILL.made)}
+    assert {torch.float8_e4m3fn} == {
+        wrapper.options["kv_data_type"] for wrapper in (*DECODE.instances, *PREFILL.instances)
+    }
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -310,9 +312,9 @@ def test_eight_bit_floats_are_read_where_they_lie_with_the_scales_of_their_forma
 def make_backend(library: ModuleType, **options: Any) -> tuple[LayerSpec, AttentionBackend]:
     backend_class = load()
     layer = make_layer(backend_class.capabilities, block_size=16, **options)
-    given = backend_class.options_class
-    assert given is not None
-    return layer, backend_class([layer], torch.device("cpu"), given())
+    options_class = backend_class.options_class
+    assert options_class is not None
+    return layer, backend_class([layer], torch.device("cpu"), options_class())
 
 
 def parts(backend: AttentionBackend, requests: list[Request]) -> list[tuple[type, slice]]:
@@ -378,30 +380,30 @@ def test_page_lists_are_made_on_the_host_without_waiting_for_the_device(library:
 
 def test_but_for_its_plans_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(library: ModuleType) -> None:
     check_staging(load())
-    assert {"meta"} == {wrapper.ids.device.type for wrapper in (*DECODE.made, *PREFILL.made)}
+    assert {"meta"} == {wrapper.ids.device.type for wrapper in (*DECODE.instances, *PREFILL.instances)}
 
 
 def test_kernels_are_loaded_at_set_up(library: ModuleType) -> None:
     make_backend(library)
-    assert ([1], [1]) == tuple([each.plans for each in wrapper.made] for wrapper in (DECODE, PREFILL))
+    assert ([1], [1]) == tuple([instance.plans for instance in wrapper.instances] for wrapper in (DECODE, PREFILL))
 
 
 def test_a_wrapper_is_planned_again_only_when_nobody_holds_its_plan(library: ModuleType) -> None:
     _, backend = make_backend(library)
     builder, step = backend.make_builder(), make_metadata([Request(40, 1)], 16)
-    held = [builder.finish(builder.build(step)) for _ in range(3)]
-    assert 3 == len({id(built.parts[0].wrapper) for built in held}) == len(DECODE.made)
-    del held
+    plans = [builder.finish(builder.build(step)) for _ in range(3)]
+    assert 3 == len({id(built.parts[0].wrapper) for built in plans}) == len(DECODE.instances)
+    del plans
     gc.collect()
     for _ in range(5):
         builder.finish(builder.build(step))
-    assert 3 == len(DECODE.made)
+    assert 3 == len(DECODE.instances)
 
 
 @pytest.mark.parametrize(("num_heads", "expected"), [(2, False), (4, False), (8, True), (16, True)])
 def test_decodes_of_large_groups_run_on_tensor_cores(num_heads: int, expected: bool, library: ModuleType) -> None:
     make_backend(library, num_heads=num_heads)
-    (wrapper,) = DECODE.made
+    (wrapper,) = DECODE.instances
     assert isinstance(wrapper, DECODE)
     assert expected is wrapper.use_tensor_cores
 
@@ -411,9 +413,9 @@ def test_pages_that_a_window_has_left_are_not_in_the_lists() -> None:
 
     metadata = make_metadata([Request(40, 1), Request(7, 3), Request(15, 1)], 4)
     table = metadata.block_table
-    whole, cut = PageLists.of(metadata, None), PageLists.of(metadata, 6)
-    assert [0, 11, 14, 18] == whole.starts.tolist()
-    assert [1, 2, 4] == whole.last_page_lens.tolist() == cut.last_page_lens.tolist()
+    full, cut = PageLists.of(metadata, None), PageLists.of(metadata, 6)
+    assert [0, 11, 14, 18] == full.starts.tolist()
+    assert [1, 2, 4] == full.last_page_lens.tolist() == cut.last_page_lens.tolist()
     # Queries at 40, 7 and 15 see from 35, 2 and 10 on: blocks 8, 0 and 2.
     assert [0, 3, 6, 8] == cut.starts.tolist()
     assert [*table[0, 8:11].tolist(), *table[1, :3].tolist(), *table[2, 2:4].tolist()] == cut.ids.tolist()
@@ -445,7 +447,7 @@ def test_the_kernels_of_prompts_are_an_option(library: ModuleType) -> None:
     assert backend_class.options_class is not None
     layer = make_layer(backend_class.capabilities)
     backend_class([layer], torch.device("cpu"), backend_class.options_class(kernels="fa2"))
-    assert ["fa2"] == [wrapper.backend for wrapper in PREFILL.made if isinstance(wrapper, PREFILL)]
+    assert ["fa2"] == [wrapper.backend for wrapper in PREFILL.instances if isinstance(wrapper, PREFILL)]
     with pytest.raises(ValueError, match="kernels"):
         backend_class.options_class(kernels="fa4")
 

@@ -28,12 +28,12 @@ from kvframe.contract import RANGE_ENDS, AttentionBackend, Axis, Extension, Laye
 class BatchMLAPagedAttentionWrapper:
     """A stand-in for the latent wrapper of FlashInfer 0.6.9."""
 
-    made: ClassVar[list[BatchMLAPagedAttentionWrapper]] = []
+    instances: ClassVar[list[BatchMLAPagedAttentionWrapper]] = []
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         assert float_workspace_buffer.nbytes == 128 << 20
         self.backend = backend
-        self.made.append(self)
+        self.instances.append(self)
 
     def plan(
         self,
@@ -50,7 +50,7 @@ class BatchMLAPagedAttentionWrapper:
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
-        assert {torch.int32} == {each.dtype for each in (qo_indptr, kv_indptr, kv_indices, kv_len_arr)}
+        assert {torch.int32} == {tensor.dtype for tensor in (qo_indptr, kv_indptr, kv_indices, kv_len_arr)}
         assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1
         assert len(kv_indices) == kv_indptr[-1]
         # There are no kernels for mixed dtypes and other sizes.
@@ -78,14 +78,14 @@ class BatchMLAPagedAttentionWrapper:
         assert out is not None
         assert (512, 64) == (ckv_cache.shape[-1], kpe_cache.shape[-1])
         assert (q_nope.shape[1], ckv_cache.shape[1]) == self.sizes
-        assert {self.dtype} == {each.dtype for each in (q_nope, q_pe, ckv_cache, kpe_cache, out)}
-        for each in (q_nope, q_pe, ckv_cache, kpe_cache):
-            assert each.stride(-1) == 1
-            assert not any(stride * each.itemsize % 16 for stride in each.stride()[:-1])
+        assert {self.dtype} == {tensor.dtype for tensor in (q_nope, q_pe, ckv_cache, kpe_cache, out)}
+        for tensor in (q_nope, q_pe, ckv_cache, kpe_cache):
+            assert tensor.stride(-1) == 1
+            assert not any(stride * tensor.itemsize % 16 for stride in tensor.stride()[:-1])
         assert len(q_nope) == self.query_starts[-1]
         if out.is_meta:
             return (out, out.new_empty(q_nope.shape[:2], dtype=torch.float32)) if return_lse else out
-        found, normaliser = paged_attention(
+        output, normaliser = paged_attention(
             torch.cat([q_nope, q_pe], dim=-1),
             torch.cat([ckv_cache, kpe_cache], dim=-1).unsqueeze(2),
             ckv_cache.unsqueeze(2),
@@ -95,7 +95,7 @@ class BatchMLAPagedAttentionWrapper:
             scale=self.scale,
             causal=self.causal,
         )
-        out.copy_(found)
+        out.copy_(output)
         return (out, (normaliser / math.log(2)).T.contiguous()) if return_lse else out
 
 
@@ -109,7 +109,7 @@ def installed() -> Iterator[type[AttentionBackend]]:
     vars(modules["flashinfer.jit.cpp_ext"])["get_cuda_path"] = str
     own = [f"kvframe_flashinfer.{name}" for name in ("backend", "builder", "latents", "latents_builder")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BatchMLAPagedAttentionWrapper, "made", [])
+        patch.setattr(BatchMLAPagedAttentionWrapper, "instances", [])
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
         for name in own:
@@ -121,15 +121,15 @@ def installed() -> Iterator[type[AttentionBackend]]:
 
 @pytest.fixture
 def backend_class() -> Iterator[type[AttentionBackend]]:
-    with installed() as found:
-        yield found
+    with installed() as installed_class:
+        yield installed_class
 
 
-with installed() as made:
+with installed() as installed_class:
 
     @pytest.mark.usefixtures("backend_class")
     class TestFlashInferMLA(BackendTests):
-        backend = made
+        backend = installed_class
         device = "cuda"
         runs_on = "cpu"
         chains = chains_of(("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
@@ -155,12 +155,12 @@ def test_but_for_its_plan_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(
     backend_class: type[AttentionBackend],
 ) -> None:
     check_staging(backend_class)
-    assert {"meta"} == {wrapper.ids.device.type for wrapper in BatchMLAPagedAttentionWrapper.made}
+    assert {"meta"} == {wrapper.ids.device.type for wrapper in BatchMLAPagedAttentionWrapper.instances}
 
 
 def test_the_grid_has_the_sizes_that_the_library_takes(backend_class: type[AttentionBackend]) -> None:
-    made = make_cases(backend_class.capabilities, "cuda", form=form_of(backend_class))
-    assert {(512, 64)} == {(case.spec.latent_size, case.spec.rope_size) for case in made}  # type: ignore[attr-defined]
+    grid = make_cases(backend_class.capabilities, "cuda", form=form_of(backend_class))
+    assert {(512, 64)} == {(case.spec.latent_size, case.spec.rope_size) for case in grid}  # type: ignore[attr-defined]
 
 
 def layer(backend_class: type[AttentionBackend], **options: Any) -> LayerSpec:
@@ -203,7 +203,7 @@ def test_a_size_that_is_refused_is_named(backend_class: type[AttentionBackend]) 
 
 def test_kernels_are_loaded_at_set_up_and_one_plan_serves_all_requests(backend_class: type[AttentionBackend]) -> None:
     builder = make_backend(backend_class).make_builder()
-    assert ["auto"] == [wrapper.backend for wrapper in BatchMLAPagedAttentionWrapper.made]
+    assert ["auto"] == [wrapper.backend for wrapper in BatchMLAPagedAttentionWrapper.instances]
     built = builder.finish(builder.build(on_device(make_metadata([Request(40, 1), Request(0, 9), Request(7, 2)], 16))))
     (part,) = built.parts
     assert (12, [0, 1, 10, 12]) == (built.num_tokens, part.wrapper.query_starts.tolist())

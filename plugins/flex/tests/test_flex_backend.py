@@ -138,10 +138,10 @@ def test_it_computes_cases_on_a_gpu(name: str) -> None:
 def test_small_limits_cut_the_work_and_change_nothing(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MAX_TILE_QUERIES", "MAX_BATCH_TOKENS", "MAX_BATCH_PAIRS"):
         monkeypatch.setattr(pages, name, limit)
-    chosen = [
+    cases = [
         case for case in CASES.values() if "block=17" in case.name and ("mixed" in case.name or "hidden" in case.name)
     ]
-    for case in sample(chosen, [("batch", "visible")]):
+    for case in sample(cases, [("batch", "visible")]):
         check_backend(FlexBackend, case)
 
 
@@ -154,8 +154,10 @@ class _OneTokenMore(FlexBackend):
 
 
 class _SinksOfOtherHeads(FlexBackend):
-    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, *, sinks: Any = None, **named: Any) -> Any:
-        return super().attend(layer, query, kv_cache, metadata, sinks=None if sinks is None else sinks.flip(0), **named)
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, *, sinks: Any = None, **options: Any) -> Any:
+        return super().attend(
+            layer, query, kv_cache, metadata, sinks=None if sinks is None else sinks.flip(0), **options
+        )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_the_grid_sees_mistakes(wrong: type[FlexBackend], name: str) -> None:
 def test_it_serves_what_a_function_says_and_refuses_what_only_live_ranges_say() -> None:
     refusals = FlexBackend.capabilities.refusals
     assert [] == refusals(layer_of(stride=6, has_function=True), "cpu")
-    assert ["mask_live_range"] == [each.code for each in refusals(layer_of(stride=6), "cpu")]
+    assert ["mask_live_range"] == [refusal.code for refusal in refusals(layer_of(stride=6), "cpu")]
 
 
 def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits() -> None:
@@ -206,9 +208,9 @@ def test_a_block_mask_tells_blocks_that_are_seen_whole_from_those_seen_in_part()
 
 
 def test_rows_after_a_single_query_change_no_block() -> None:
-    seen = torch.ones(1, 1, 256, dtype=torch.bool)
-    seen[..., -1] = False
-    counts, blocks, full_counts, full_blocks = find_blocks(seen)
+    visible = torch.ones(1, 1, 256, dtype=torch.bool)
+    visible[..., -1] = False
+    counts, blocks, full_counts, full_blocks = find_blocks(visible)
     assert (1, 1) == (counts[0, 0, 0], blocks[0, 0, 0, 0])
     assert (1, 0) == (full_counts[0, 0, 0], full_blocks[0, 0, 0, 0])
     assert (0, 0) == (counts[0, 0, 1], full_counts[0, 0, 1])

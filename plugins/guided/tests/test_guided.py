@@ -160,8 +160,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(folder: Path, params: SamplingParams, **options: Any) -> list[str]:
     stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "model": {"device": "cpu", **options}})
-    with Engine.from_pretrained(folder, stack=stack) as made:
-        outputs = made.generate(["person: ", "the next one: "], params)
+    with Engine.from_pretrained(folder, stack=stack) as engine:
+        outputs = engine.generate(["person: ", "the next one: "], params)
         assert [None] * len(outputs) == [output.error for output in outputs]
         return [output.text for output in outputs if output.finish_reason == "stop"]
 
@@ -183,9 +183,9 @@ def test_every_answer_is_of_the_schema(folder: Path, drafts: dict[str, Any]) -> 
     params = SamplingParams(
         temperature=1, seed=5, n=4, max_new_tokens=200, processors={"guided": {"json_schema": SCHEMA}}
     )
-    found = answers(folder, params, **drafts)
-    assert len(found) >= 4
-    for text in found:
+    texts = answers(folder, params, **drafts)
+    assert len(texts) >= 4
+    for text in texts:
         value = json.loads(text)
         assert {"name", "age"} == value.keys()
         assert isinstance(value["name"], str)

@@ -151,9 +151,9 @@ def test_fp8_of_a_tensor_divides_by_the_scale_and_saturates() -> None:
     cache = stored(kv_format, key)
     assert cache["k"][1, 0].float().tolist() == [[2.0, -448.0, 448.0, 448.0]]
     assert cache["v"][1, 0].float().tolist() == [[0.5, -224.0, 224.0, 448.0]]
-    found = read_back(kv_format, cache, 1, 4)
-    assert found["k"][0, 0].tolist() == [1.0, -224.0, 224.0, 224.0]
-    assert found["v"][0, 0].tolist() == [1.0, -448.0, 448.0, 896.0]
+    values = read_back(kv_format, cache, 1, 4)
+    assert values["k"][0, 0].tolist() == [1.0, -224.0, 224.0, 224.0]
+    assert values["v"][0, 0].tolist() == [1.0, -448.0, 448.0, 896.0]
 
 
 @pytest.mark.parametrize("kv_format", FORMATS, ids=ids)
@@ -189,11 +189,11 @@ def test_zeros_stay_zeros(kv_format: KVFormat) -> None:
 @pytest.mark.parametrize("kv_format", FORMATS[1:], ids=ids[1:])
 @pytest.mark.parametrize("value", [1e-44, 1e-38, 1e-7, 3.0e38])
 def test_tiny_and_huge_vectors_stay_finite(kv_format: KVFormat, value: float) -> None:
-    found = round_trip(kv_format, torch.full((4, 2, 8), value))
+    result = round_trip(kv_format, torch.full((4, 2, 8), value))
     if kv_format.name == "int4_token_head":
-        assert math.isclose(found[0, 0, 0].item(), min(value, 65504.0), abs_tol=2**-24)
+        assert math.isclose(result[0, 0, 0].item(), min(value, 65504.0), abs_tol=2**-24)
     else:
-        assert math.isclose(found[0, 0, 0].item(), value, rel_tol=1e-2, abs_tol=1e-42)
+        assert math.isclose(result[0, 0, 0].item(), value, rel_tol=1e-2, abs_tol=1e-42)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS[1:], ids=ids[1:])
@@ -201,10 +201,10 @@ def test_tiny_and_huge_vectors_stay_finite(kv_format: KVFormat, value: float) ->
 def test_a_vector_with_an_element_that_is_not_finite_reads_as_nan(kv_format: KVFormat, value: float) -> None:
     values = draw(4, 2, 8)
     values[2, 1, 3] = value
-    found = round_trip(kv_format, values)
-    assert found[2, 1].isnan().all()
-    assert found[2, 0].isfinite().all()
-    assert found[[0, 1, 3]].isfinite().all()
+    result = round_trip(kv_format, values)
+    assert result[2, 1].isnan().all()
+    assert result[2, 0].isfinite().all()
+    assert result[[0, 1, 3]].isfinite().all()
 
 
 def test_fp8_of_a_tensor_keeps_each_nan() -> None:
@@ -215,9 +215,9 @@ def test_fp8_of_a_tensor_keeps_each_nan() -> None:
 @pytest.mark.parametrize("kv_format", FORMATS, ids=ids)
 def test_pages_where_nothing_was_written_read_as_nan(kv_format: KVFormat) -> None:
     cache = pages(kv_format, 8)
-    found = read_back(kv_format, cache, 2, 8)
-    assert found["k"].isnan().all()
-    assert found["v"].isnan().all()
+    values = read_back(kv_format, cache, 2, 8)
+    assert values["k"].isnan().all()
+    assert values["v"].isnan().all()
 
 
 @pytest.mark.parametrize("kv_format", FORMATS, ids=ids)

@@ -58,8 +58,8 @@ def test_wherever_a_running_request_keeps_rollback_states_it_has_a_page_of_its_o
     for block_size, num_draft_tokens, n, count in itertools.product((1, 2, 4, 7), (1, 3, 9), range(16), range(1, 20)):
         spec = mamba(block_size, checkpoints, num_draft_tokens)
         *_, group = group_layers([LayerSpec(name="layer", spec=spec)]).groups
-        stored = blocks(spec.live_blocks(n)) | blocks(spec.stored_blocks(n, count))
-        assert blocks(group.spec.live_blocks(n)) | blocks(group.spec.stored_blocks(n, count)) <= stored
+        required_blocks = blocks(spec.live_blocks(n)) | blocks(spec.stored_blocks(n, count))
+        assert blocks(group.spec.live_blocks(n)) | blocks(group.spec.stored_blocks(n, count)) <= required_blocks
 
 
 def test_layers_of_other_shapes_share_a_group_and_other_checkpoints_do_not() -> None:
@@ -146,17 +146,17 @@ def test_what_is_stored_lies_in_the_step_and_holds_what_is_needed_next(
     block_size: int, num_draft_tokens: int, n: int, num_new_tokens: int, branch: int
 ) -> None:
     spec = mamba(block_size, "aligned", num_draft_tokens)
-    stored = {
+    stored_blocks = {
         b for start, stop in spec.stored_blocks(n, num_new_tokens, branch * block_size) for b in range(start, stop)
     }
     end = n + num_new_tokens
-    assert stored <= set(range(n // block_size, -(-end // block_size)))
+    assert stored_blocks <= set(range(n // block_size, -(-end // block_size)))
     # For each of the last tokens from which the request may continue, the state has a page.
     for token in range(max(n, end - 1 - num_draft_tokens), end):
-        assert token // block_size in stored
+        assert token // block_size in stored_blocks
     last_boundary = (end - 1) // block_size * block_size
     if last_boundary > n:
-        assert last_boundary // block_size - 1 in stored
+        assert last_boundary // block_size - 1 in stored_blocks
 
 
 @pytest.mark.parametrize(

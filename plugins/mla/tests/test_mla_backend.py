@@ -122,8 +122,8 @@ def test_the_cheaper_form_is_taken(num_queries: int) -> None:
     cost = Cost.of(512, 128, 128)
     lengths = [num_queries + context for context in (0, 1, 30, 1000, 8000, 131_072)]
     expected = [absorbed < expanded for absorbed, expanded in (counted(num_queries, length) for length in lengths)]
-    found = cost.absorbs(np.full(len(lengths), num_queries), np.array(lengths))
-    assert expected == found.tolist()
+    absorbed_rows = cost.absorbs(np.full(len(lengths), num_queries), np.array(lengths))
+    assert expected == absorbed_rows.tolist()
 
 
 def test_up_to_170_queries_of_deepseek_v3_are_absorbed_on_a_long_context() -> None:
@@ -204,9 +204,9 @@ def largest(request: Request, num_heads: int, with_lse: bool = False) -> Iterato
 
 
 def test_a_decode_makes_no_keys_and_values() -> None:
-    (most,) = largest(Request(3999, 1), num_heads=16)
+    (largest_size,) = largest(Request(3999, 1), num_heads=16)
     cache = 4004 * 20
-    assert cache == most < 4000 * 16 * 12
+    assert cache == largest_size < 4000 * 16 * 12
 
 
 def test_expanded_keys_exist_for_a_few_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,12 +242,12 @@ def test_latents_and_rotated_parts_lie_side_by_side() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "found"), [({}, "none"), ({"kv_up": torch.ones(4, 17, 16)}, r"{'kv_up': \(4, 17, 16\)}")]
+    ("parameters", "problem"), [({}, "none"), ({"kv_up": torch.ones(4, 17, 16)}, r"{'kv_up': \(4, 17, 16\)}")]
 )
-def test_an_up_projection_that_does_not_fit_is_refused(parameters: dict[str, torch.Tensor], found: str) -> None:
+def test_an_up_projection_that_does_not_fit_is_refused(parameters: dict[str, torch.Tensor], problem: str) -> None:
     stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": "mla"}]})
     hosted = Layers.on_host_pages([layer()], stack, load_plugins().registry, torch.device("cpu"))
-    expected = rf"'layer' needs the learned tensor 'kv_up' of shape \(4, 16, 16\), and the model bound {found};"
+    expected = rf"'layer' needs the learned tensor 'kv_up' of shape \(4, 16, 16\), and the model bound {problem};"
     with pytest.raises(BackendError, match=expected):
         hosted["layer"].bind(parameters)
     with pytest.raises(BackendError, match="'layer' need learned tensors, and the model bound none"):

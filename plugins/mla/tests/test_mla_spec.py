@@ -58,7 +58,7 @@ def test_retaining_all_changes_nothing() -> None:
 def test_layers_of_other_sizes_share_a_group_and_full_attention_has_its_own() -> None:
     full = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4)
     layers = [spec(), spec(latent_size=10, rope_size=4, head_size_v=9), full, spec(dtype="bfloat16")]
-    grouping = group_layers([LayerSpec(name=str(index), spec=each) for index, each in enumerate(layers)])
+    grouping = group_layers([LayerSpec(name=str(index), spec=layer_spec) for index, layer_spec in enumerate(layers)])
     assert [("0", "1", "3"), ("2",)] == [group.layers for group in grouping.groups]
 
 

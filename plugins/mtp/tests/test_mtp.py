@@ -21,10 +21,10 @@ class TestMTPOfOneToken(ProposerTests):
 
 def test_the_drafts_of_the_heads_are_proposed() -> None:
     proposer = MTPProposer()
-    asked = [
+    requests = [
         DraftRequest("a", [1, 2], 1, 3, "", continuation=(5, 6, 7)),
         DraftRequest("b", [1, 2], 1, 3, ""),
     ]
     assert proposer.uses_prediction_heads
     assert None is proposer.draft_model()
-    assert [[5, 6, 7], []] == proposer.propose(asked)
+    assert [[5, 6, 7], []] == proposer.propose(requests)

@@ -17,9 +17,9 @@ from kvframe_ngram.shared import MAX_SALTS, GeneratedTexts, SharedTexts
 Tokens = Sequence[int]
 
 
-def drafts(tokens: Tokens, *, most: int = 4, **options: int) -> list[int]:
-    proposer = NgramProposer(max_drafts=most, **options)
-    return proposer.propose([DraftRequest("a", array("I", tokens), 1, most, "")])[0]
+def drafts(tokens: Tokens, *, max_drafts: int = 4, **options: int) -> list[int]:
+    proposer = NgramProposer(max_drafts=max_drafts, **options)
+    return proposer.propose([DraftRequest("a", array("I", tokens), 1, max_drafts, "")])[0]
 
 
 def test_what_followed_the_same_tokens_before_is_proposed() -> None:
@@ -33,10 +33,10 @@ def test_tokens_that_did_not_occur_before_give_no_draft() -> None:
 
 def test_one_token_that_occurred_before_is_enough_while_drafts_are_cheap() -> None:
     tokens = array("I", [1, 2, 3, 9, 2, 3])
-    found = [
+    proposals = [
         NgramProposer(max_drafts=4).propose([DraftRequest("a", tokens, 1, max_drafts, "")])[0] for max_drafts in (4, 3)
     ]
-    assert [[9, 2, 3, 9], []] == found
+    assert [[9, 2, 3, 9], []] == proposals
     # The last place counts, and a longer match comes first.
     assert [9, 8, 2, 9] == drafts([2, 3, 2, 9, 8, 2])
     assert [4, 3, 1, 2] == drafts([1, 2, 3, 4, 3, 1, 2, 3])
@@ -44,20 +44,20 @@ def test_one_token_that_occurred_before_is_enough_while_drafts_are_cheap() -> No
 
 def test_the_longest_match_counts_and_the_last_one_among_equally_long_ones() -> None:
     # 2 3 4 occurred twice; before the first place stands what also stands before the end.
-    assert [5] == drafts([1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 1, 2, 3, 4], most=1)
-    assert [6] == drafts([8, 2, 3, 4, 5, 9, 2, 3, 4, 6, 1, 2, 3, 4], most=1)
+    assert [5] == drafts([1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 1, 2, 3, 4], max_drafts=1)
+    assert [6] == drafts([8, 2, 3, 4, 5, 9, 2, 3, 4, 6, 1, 2, 3, 4], max_drafts=1)
 
 
 def test_a_text_that_goes_round_is_continued_over_its_end() -> None:
-    assert [1, 2, 3, 1, 2] == drafts([1, 2, 3, 1, 2, 3], most=5)
+    assert [1, 2, 3, 1, 2] == drafts([1, 2, 3, 1, 2, 3], max_drafts=5)
 
 
 def test_options_limit_what_is_compared() -> None:
     tokens = [1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 1, 2, 3, 4]
-    assert [6] == drafts(tokens, most=1, num_candidates=1)
-    assert [6] == drafts(tokens, most=1, max_match=3)
-    assert [] == drafts([1, 2, 3, 1, 2], min_match=3, most=1)
-    assert [3] == drafts([1, 2, 3, 1, 2], min_match=2, most=1)
+    assert [6] == drafts(tokens, max_drafts=1, num_candidates=1)
+    assert [6] == drafts(tokens, max_drafts=1, max_match=3)
+    assert [] == drafts([1, 2, 3, 1, 2], min_match=3, max_drafts=1)
+    assert [3] == drafts([1, 2, 3, 1, 2], min_match=2, max_drafts=1)
 
 
 @pytest.mark.parametrize("option", ["max_drafts", "min_match", "max_match", "num_candidates"])
@@ -119,12 +119,12 @@ def test_a_request_repeats_itself_before_it_repeats_others_and_no_prompt_is_shar
 def test_two_requests_that_generate_the_same_find_each_other() -> None:
     proposer, answer = NgramProposer(shared_tokens=100, max_drafts=1), [3, 1, 4, 1, 5, 9, 2, 6]
     for stop in range(1, 9):
-        asked = DraftRequest("a", array("I", [0, *answer[:stop]]), 1, 1, "")
-        proposer.propose([asked])
-    found = [
+        request = DraftRequest("a", array("I", [0, *answer[:stop]]), 1, 1, "")
+        proposer.propose([request])
+    proposals = [
         proposer.propose([DraftRequest("b", array("I", [1, *answer[:stop]]), 1, 1, "")])[0] for stop in range(1, 9)
     ]
-    assert [[], [], [1], [5], [9], [2], [6], []] == found
+    assert [[], [], [1], [5], [9], [2], [6], []] == proposals
 
 
 def test_the_texts_of_the_oldest_requests_are_dropped() -> None:
@@ -142,10 +142,10 @@ def test_the_texts_of_the_oldest_requests_are_dropped() -> None:
 
 def test_few_salts_are_kept() -> None:
     shared = SharedTexts(2, 6)
-    kept = shared["first"]
+    text = shared["first"]
     for index in range(MAX_SALTS + 5):
         shared[str(index)].read("a", [1])
-        assert kept is shared["first"]
+        assert text is shared["first"]
     assert MAX_SALTS == len(shared)
 
 
@@ -156,14 +156,14 @@ def last_place(tokens: Tokens) -> int:
 
 def longest_match(tokens: Tokens, size: int) -> int:
     """Return where the longest earlier match of at least ``size`` tokens ends, the last of several; 0 for none."""
-    found, longest = 0, size - 1
+    match_end, longest = 0, size - 1
     for end in range(len(tokens) - 1, 0, -1):
         length = 0
         while length < end and tokens[end - 1 - length] == tokens[-1 - length]:
             length += 1
         if length > longest:
-            found, longest = end, length
-    return found
+            match_end, longest = end, length
+    return match_end
 
 
 @pytest.mark.parametrize("most_searched", [0, 3, 9, 1000])
@@ -194,9 +194,9 @@ class CountingTokens(Sequence[int]):
         return len(self.tokens)
 
     def __getitem__(self, index: int | slice) -> int | list[int]:  # type: ignore[override]
-        found = self.tokens[index]
-        self.num_read += len(found) if isinstance(found, list) else 1
-        return found
+        tokens = self.tokens[index]
+        self.num_read += len(tokens) if isinstance(tokens, list) else 1
+        return tokens
 
 
 def test_a_step_reads_the_new_tokens_only() -> None:

@@ -127,9 +127,9 @@ class Replica:
 
 @pytest.fixture
 def replica(checkpoint: Path) -> Iterator[Replica]:
-    made = Replica(checkpoint)
-    yield made
-    made.close()
+    new_replica = Replica(checkpoint)
+    yield new_replica
+    new_replica.close()
 
 
 def test_the_directory_says_what_the_engine_then_reports(replica: Replica) -> None:

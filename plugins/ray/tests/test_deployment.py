@@ -125,12 +125,12 @@ def a_lost_replica_loses_no_request(served: str, checkpoint: Path) -> None:
     assert NUM_REPLICAS == len(names)
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor(16) as pool:
-        whole = [pool.submit(post, served, prompt="count: ", max_tokens=400) for _ in range(8)]
+        answers = [pool.submit(post, served, prompt="count: ", max_tokens=400) for _ in range(8)]
         streams = [pool.submit(read_stream, served, begun, prompt="count: ", max_tokens=400) for _ in range(8)]
         for _ in streams:
             assert begun.acquire(timeout=300)
         kill(min(names))
-        assert [text] * 8 == [answer.result()["choices"][0]["text"] for answer in whole]
+        assert [text] * 8 == [answer.result()["choices"][0]["text"] for answer in answers]
         bodies = [stream.result() for stream in streams]
     assert all(body.endswith("data: [DONE]\n\n") for body in bodies)
     ended = [body for body in bodies if '"error"' in body]
@@ -149,9 +149,9 @@ def a_lost_frontend_is_replaced(served: str, checkpoint: Path) -> None:
         for _ in streams:
             assert begun.acquire(timeout=300)
         kill(name)
-        found = [text_of(stream.result()) for stream in streams]
-    assert all(text.startswith(part) for part in found)
-    assert text not in found
+        texts = [text_of(stream.result()) for stream in streams]
+    assert all(text.startswith(part) for part in texts)
+    assert text not in texts
     eventually(lambda: 0 == num_running(), 300, pause=0.1)
     eventually(lambda: 1 == len(replicas_of("Frontend") - {name}), 300, pause=0.1)
     assert text == post(served, prompt="count: ", max_tokens=400)["choices"][0]["text"]
@@ -180,8 +180,8 @@ def an_update_loses_no_request(served: str, checkpoint: Path, stack_file: Path) 
             eventually(lambda: not before & replicas_of("Engine"), 300, pause=0.1)
         finally:
             stop.set()
-        for each in asking:
-            each.result()
+        for request in asking:
+            request.result()
     assert {text} == set(answers)
     assert "renamed" == json.load(urllib.request.urlopen(f"{served}/v1/models", timeout=20))["data"][0]["id"]
 

@@ -98,15 +98,15 @@ def one_off(index: int, num_tokens: int) -> list[int]:
     return list(range(10**6 * (index + 1), 10**6 * (index + 1) + num_tokens))
 
 
-@pytest.mark.parametrize(("policy", "found"), [(LRU, 0), (ScanResistant(patience=0), 0), (ScanResistant(), 512)])
-def test_a_scan_of_one_off_prompts_does_not_flush_a_hot_prefix(policy: EvictionPolicy, found: int) -> None:
+@pytest.mark.parametrize(("policy", "num_hits"), [(LRU, 0), (ScanResistant(patience=0), 0), (ScanResistant(), 512)])
+def test_a_scan_of_one_off_prompts_does_not_flush_a_hot_prefix(policy: EvictionPolicy, num_hits: int) -> None:
     manager, hot = make_manager(policy), list(range(512))
     for index in range(100):
         serve(manager, [*hot, *one_off(index, 64)])
     for index in range(100, 132):
         # Twice the size of the pool.
         serve(manager, one_off(index, 256))
-    assert found == manager.find([*hot, 1])
+    assert num_hits == manager.find([*hot, 1])
 
 
 def test_a_prefix_that_nobody_uses_any_more_goes_in_the_end() -> None:

@@ -85,7 +85,7 @@ class Client:
         """Act while a stream and another request run, and return the answers to both."""
         with ThreadPoolExecutor() as pool, self.ask("/v1/completions", {**LONG, "stream": True}) as answer:
             first = answer.readline().decode()
-            whole = pool.submit(self.whole)
+            full_answer = pool.submit(self.whole)
             while self._num_running() < 2:
                 threading.Event().wait(0.01)
             act()
@@ -93,7 +93,12 @@ class Client:
                 rest = answer.read().decode()
             except http.client.IncompleteRead as error:
                 rest = f"{error.partial.decode()} (cut)"
-            return {"first": first, "end": rest.split("\n\n")[-3:], "whole": whole.result(), "health": self.health()}
+            return {
+                "first": first,
+                "end": rest.split("\n\n")[-3:],
+                "whole": full_answer.result(),
+                "health": self.health(),
+            }
 
     def _num_running(self) -> int:
         with self.ask("/metrics") as answer:
@@ -157,18 +162,18 @@ class Ranks:
             self.send(rank, signal.SIGKILL)  # the exit code says that it has not ended
             os.waitpid(self._processes[rank], 0)
             self.codes[rank] = -signal.SIGKILL
-        said = [(self._folder / f"said{rank}").read_text() for rank in (0, 1)]
-        return {"codes": [self.codes[rank] for rank in (0, 1)], "said": said}
+        logs = [(self._folder / f"said{rank}").read_text() for rank in (0, 1)]
+        return {"codes": [self.codes[rank] for rank in (0, 1)], "said": logs}
 
 
-def _fork(rank: int, arguments: list[str], said: Path) -> int:
+def _fork(rank: int, arguments: list[str], log: Path) -> int:
     child = os.fork()
     if child:
         return child
     code: Any = 70
     with suppress(BaseException):
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with said.open("w") as file:
+        with log.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115  # until the process ends
@@ -225,12 +230,12 @@ def run(act: Callable[[Ranks], Result] | None, models: list[Path], stack: Path) 
     with tempfile.TemporaryDirectory() as scratch:
         ranks = Ranks(models, stack, port, Path(scratch))
         try:
-            got: Result = {}
+            result: Result = {}
             if act is not None and ranks.client.wait(ranks.are_alive):
-                got = {"text": ranks.client.complete(), **act(ranks)}
+                result = {"text": ranks.client.complete(), **act(ranks)}
         finally:
             ended = ranks.wait()
-        return {**got, **ended}
+        return {**result, **ended}
 
 
 if __name__ == "__main__":
@@ -242,7 +247,7 @@ if __name__ == "__main__":
     vars(forkserver)["ensure_running"] = forkserver._forkserver.ensure_running  # type: ignore[attr-defined]
     stack, served = folder / "stack.toml", folder / "tiny"
     os.environ[BREAK] = str(folder / "none")
-    found: Result = {"text": text_of_one_process(served, stack)}
-    found |= {name: run(act, [served, served], stack) for name, act in RUNS.items()}
-    found["different"] = run(None, [served, folder / "other"], stack)
-    print(json.dumps(found))
+    results: Result = {"text": text_of_one_process(served, stack)}
+    results |= {name: run(act, [served, served], stack) for name, act in RUNS.items()}
+    results["different"] = run(None, [served, folder / "other"], stack)
+    print(json.dumps(results))

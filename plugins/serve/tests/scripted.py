@@ -44,8 +44,8 @@ def save_scripted(
     special = (*special, END)
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     chain = [after, *_pieces(answer, special, {after}), END]
-    written = [text if text in special else letters.pre_tokenize_str(text)[0][0] for text in chain]
-    texts = dict.fromkeys([*alphabet, *(text for text in written if text not in special)])
+    tokens = [text if text in special else letters.pre_tokenize_str(text)[0][0] for text in chain]
+    texts = dict.fromkeys([*alphabet, *(text for text in tokens if text not in special)])
     tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,20 +53,20 @@ def save_scripted(
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, extra_special_tokens=list(special))
     fast.chat_template = template
     fast.save_pretrained(folder)
-    _save_model(folder, family, len(fast), [fast.convert_tokens_to_ids(text) for text in written], max_model_len)
+    _save_model(folder, family, len(fast), [fast.convert_tokens_to_ids(text) for text in tokens], max_model_len)
     return folder
 
 
-def _pieces(answer: str, special: Sequence[str], taken: set[str]) -> list[str]:
+def _pieces(answer: str, special: Sequence[str], used_texts: set[str]) -> list[str]:
     """Return an answer in different pieces: special tokens, and texts of some characters."""
     if not answer:
         return []
     marks = [text for text in special if answer.startswith(text)]
     until = min((index for text in special if (index := answer.find(text)) > 0), default=len(answer))
     for piece in marks or [answer[:length] for length in (2, 3, 4, 1, 5, 6) if length <= until]:
-        if piece not in taken:
+        if piece not in used_texts:
             with suppress(ValueError):
-                return [piece, *_pieces(answer[len(piece) :], special, taken | {piece})]
+                return [piece, *_pieces(answer[len(piece) :], special, used_texts | {piece})]
     raise ValueError(f"{answer!r} has no pieces that are all different")
 
 

@@ -87,9 +87,9 @@ TEMPLATES = {
 
 @cache
 def form(name: str) -> MarkedFormat:
-    found = find_format("", name)
-    assert isinstance(found, MarkedFormat)
-    return found
+    answer_format = find_format("", name)
+    assert isinstance(answer_format, MarkedFormat)
+    return answer_format
 
 
 def parts_of(
@@ -280,9 +280,9 @@ def test_a_division_of_the_text_changes_nothing(name: str, data: st.DataObject) 
         "in_reasoning": data.draw(st.booleans()),
         "tools": data.draw(st.sampled_from([TOOLS, None])),
     }
-    whole = parts_of(name, [text], **options)
-    assert whole == parts_of(name, divided, **options)
-    for part in whole:
+    parts = parts_of(name, [text], **options)
+    assert parts == parts_of(name, divided, **options)
+    for part in parts:
         assert not isinstance(part, ToolCall) or isinstance(json.loads(part.arguments), dict)
 
 
@@ -345,7 +345,7 @@ def test_a_format_of_another_distribution_is_found(tmp_path: Path, monkeypatch: 
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert {"own", "broken", "hermes"} <= {entry.name for entry in entry_points(group="kvframe.answers")}
-    found = find_format("<< {{ thought }} >>")
-    assert found is not None
-    parser = found.parser(reasoning=True, tools=None, in_reasoning=False, special=())
+    answer_format = find_format("<< {{ thought }} >>")
+    assert answer_format is not None
+    parser = answer_format.parser(reasoning=True, tools=None, in_reasoning=False, special=())
     assert [Reasoning("hm"), Content("x")] == [*parser.feed("<<hm>>x"), *parser.finish()]

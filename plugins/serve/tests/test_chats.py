@@ -47,10 +47,10 @@ TEMPLATES = {
 SECRET: list[Any] = [{"role": "system", "content": "SECRET"}, {"role": "user", "content": "q"}]
 
 
-def both_ways(client: openai.OpenAI, **asked: Any) -> tuple[str | None, str | None]:
+def both_ways(client: openai.OpenAI, **fields: Any) -> tuple[str | None, str | None]:
     """Return a chat's content and reason; a stream gives the same."""
-    choice = client.chat.completions.create(model="scripted", **asked).choices[0]
-    chunks = [part.choices[0] for part in client.chat.completions.create(model="scripted", stream=True, **asked)]
+    choice = client.chat.completions.create(model="scripted", **fields).choices[0]
+    chunks = [part.choices[0] for part in client.chat.completions.create(model="scripted", stream=True, **fields)]
     streamed = "".join(chunk.delta.content or "" for chunk in chunks)
     assert (choice.message.content or "", choice.finish_reason) == (streamed, chunks[-1].finish_reason)
     return choice.message.content, choice.finish_reason
@@ -92,8 +92,8 @@ def test_a_tool_call_goes_to_the_client_and_back(serve: Serve, tmp_path: Path) -
     folder = save_scripted(tmp_path / "scripted", "ok " + CALL, template=template, family="qwen3", special=special)
     running = serve(path=folder)
     client = running.client()
-    asked: dict[str, Any] = {"model": "scripted", "messages": list(SECRET), "tools": TOOLS}
-    choice = client.chat.completions.create(**asked).choices[0]
+    fields: dict[str, Any] = {"model": "scripted", "messages": list(SECRET), "tools": TOOLS}
+    choice = client.chat.completions.create(**fields).choices[0]
     assert "tool_calls" == choice.finish_reason
     call: Any = (choice.message.tool_calls or [None])[0]
     assert ("ok", "weather", '{"city": "Rome"}') == (
@@ -101,20 +101,20 @@ def test_a_tool_call_goes_to_the_client_and_back(serve: Serve, tmp_path: Path) -
         call.function.name,
         call.function.arguments,
     )
-    chunks = [part.choices[0] for part in client.chat.completions.create(stream=True, **asked)]
-    called: Any = [each for chunk in chunks for each in chunk.delta.tool_calls or []]
+    chunks = [part.choices[0] for part in client.chat.completions.create(stream=True, **fields)]
+    called: Any = [call_delta for chunk in chunks for call_delta in chunk.delta.tool_calls or []]
     assert [(0, "weather", '{"city": "Rome"}')] == [
-        (each.index, each.function.name, each.function.arguments) for each in called
+        (call_delta.index, call_delta.function.name, call_delta.function.arguments) for call_delta in called
     ]
     assert "tool_calls" == chunks[-1].finish_reason
-    asked["messages"].append(choice.message.model_dump())
-    asked["messages"].append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
-    written = tokens_of(running, asked["messages"], TOOLS)
-    assert "<|im_start|>assistant\nok<tool_call>" in written
-    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>' in written
-    assert "<|im_start|>tool\nsunny<|im_end|>" in written
-    assert "tool_calls" == client.chat.completions.create(**asked).choices[0].finish_reason
-    plain = client.chat.completions.create(**{**asked, "tool_choice": "none"}).choices[0]
+    fields["messages"].append(choice.message.model_dump())
+    fields["messages"].append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
+    prompt = tokens_of(running, fields["messages"], TOOLS)
+    assert "<|im_start|>assistant\nok<tool_call>" in prompt
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>' in prompt
+    assert "<|im_start|>tool\nsunny<|im_end|>" in prompt
+    assert "tool_calls" == client.chat.completions.create(**fields).choices[0].finish_reason
+    plain = client.chat.completions.create(**{**fields, "tool_choice": "none"}).choices[0]
     assert ("ok " + CALL, "stop") == (plain.message.content, plain.finish_reason)
 
 
@@ -122,8 +122,8 @@ def tokens_of(running: Running, messages: Any, tools: Any = None) -> str:
     """Return a chat as the server writes it."""
     client = running.client()
     body = {"messages": messages, **({"tools": tools} if tools else {})}
-    found: Any = client.post("/../tokenize", body=body, cast_to=object)
-    text: Any = client.post("/../detokenize", body={"tokens": found["tokens"]}, cast_to=object)
+    reply: Any = client.post("/../tokenize", body=body, cast_to=object)
+    text: Any = client.post("/../detokenize", body={"tokens": reply["tokens"]}, cast_to=object)
     return str(text["prompt"])
 
 
@@ -159,10 +159,10 @@ def test_reasoning_is_told_apart_if_the_client_asks_for_it(serve: Serve, tmp_pat
     )
     client = serve(path=folder).client()
     assert (answer, "stop") == both_ways(client, messages=SECRET)
-    asked: dict[str, Any] = {"messages": SECRET, "extra_body": {"include_reasoning": True}}
-    message: Any = client.chat.completions.create(model="scripted", **asked).choices[0].message
+    fields: dict[str, Any] = {"messages": SECRET, "extra_body": {"include_reasoning": True}}
+    message: Any = client.chat.completions.create(model="scripted", **fields).choices[0].message
     assert ("I count.", "Three") == (message.reasoning_content.strip(), message.content.strip())
-    chunks = [part.choices[0] for part in client.chat.completions.create(model="scripted", stream=True, **asked)]
+    chunks = [part.choices[0] for part in client.chat.completions.create(model="scripted", stream=True, **fields)]
     parts: Any = [chunk.delta for chunk in chunks]
     reasoning = "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
     assert (message.reasoning_content, message.content) == (reasoning, "".join(part.content or "" for part in parts))
@@ -175,18 +175,18 @@ def test_an_end_token_is_never_in_the_text(serve: Serve, tmp_path: Path) -> None
     for extra, tools in itertools.product(
         ({}, {"include_reasoning": True}, {"skip_special_tokens": False}), (None, TOOLS)
     ):
-        asked: dict[str, Any] = {"messages": SECRET, "extra_body": extra}
-        assert ("bcdfgh", "stop") == both_ways(client, **asked, **({"tools": tools} if tools else {}))
+        fields: dict[str, Any] = {"messages": SECRET, "extra_body": extra}
+        assert ("bcdfgh", "stop") == both_ways(client, **fields, **({"tools": tools} if tools else {}))
 
 
 def test_tools_are_refused_if_the_format_has_no_calls(serve: Serve, tmp_path: Path) -> None:
     template = "{{ tools | tojson }}<think>{{ messages[0].tool_calls }}{{ messages[-1].content }}:"
     folder = save_scripted(tmp_path / "scripted", "bc<think>d", template=template)
     client = serve(path=folder).client()
-    asked: dict[str, Any] = {"model": "scripted", "messages": SECRET}
+    fields: dict[str, Any] = {"model": "scripted", "messages": SECRET}
     with pytest.raises(openai.BadRequestError, match="of the model's chat template has no tool calls; leave tools out"):
-        client.chat.completions.create(**asked, tools=TOOLS)
-    reply: Any = client.chat.completions.create(**asked, extra_body={"include_reasoning": True}).choices[0].message
+        client.chat.completions.create(**fields, tools=TOOLS)
+    reply: Any = client.chat.completions.create(**fields, extra_body={"include_reasoning": True}).choices[0].message
     assert "bc<think>d" == reply.content
 
 
@@ -199,7 +199,7 @@ def test_an_answer_is_of_the_schema_that_is_asked_for(serve: Serve, tmp_path: Pa
     # Alone, it answers with other characters.
     folder = save_scripted(tmp_path / "m", "bc", template=CHATML)
     client = serve(path=folder).client()
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": "m",
         "messages": SECRET,
         "temperature": 1,
@@ -207,12 +207,12 @@ def test_an_answer_is_of_the_schema_that_is_asked_for(serve: Serve, tmp_path: Pa
         "n": 3,
     }
     form = {"type": "json_schema", "json_schema": {"name": "age", "schema": AGE}}
-    for choice in client.chat.completions.create(**asked, response_format=form).choices:
+    for choice in client.chat.completions.create(**fields, response_format=form).choices:
         if choice.finish_reason == "stop":
             assert isinstance(json.loads(choice.message.content or "")["age"], int)
         else:
             assert (choice.message.content or "").lstrip().startswith("{")
-    for choice in client.chat.completions.create(**asked, response_format={"type": "json_object"}).choices:
+    for choice in client.chat.completions.create(**fields, response_format={"type": "json_object"}).choices:
         assert (choice.message.content or "").lstrip().startswith("{")
     for wrong, says in (
         ({"type": "json_schema"}, "goes with the type 'json_schema'"),
@@ -222,4 +222,4 @@ def test_an_answer_is_of_the_schema_that_is_asked_for(serve: Serve, tmp_path: Pa
         ({"type": "json_schema", "json_schema": {"name": "a", "schema": AGE, "description": "x"}}, "is not served"),
     ):
         with pytest.raises(openai.BadRequestError, match=re.escape(says)):
-            client.chat.completions.create(**asked, response_format=wrong)
+            client.chat.completions.create(**fields, response_format=wrong)

@@ -52,10 +52,10 @@ class Forked:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Wait until it ends; return an empty output, because output is not recorded, and what it said."""
-        said = self.stderr.read()
+        log = self.stderr.read()
         self.stderr.close()
         self._process.join(timeout)
-        return "", said
+        return "", log
 
 
 def start(
@@ -113,9 +113,9 @@ def test_ctrl_c_ends_running_streams_and_a_port_serves_once(checkpoint: Path, tm
         assert described == [line for line in lines if line.startswith(("model:", "runs on:"))]
         assert f"serving tiny on http://127.0.0.1:{port}/v1\n" == lines[-1]
         second = start(checkpoint, port)
-        _, said = second.communicate()
+        _, log = second.communicate()
         assert 2 == second.returncode
-        assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --host or --port" in said
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --host or --port" in log
         with ask(port, "/v1/completions", LONG) as answer:
             first = answer.readline()
             server.send_signal(signal.SIGINT)
@@ -123,8 +123,8 @@ def test_ctrl_c_ends_running_streams_and_a_port_serves_once(checkpoint: Path, tm
         assert first.startswith(b"data: {")
         assert "the server is closing" in rest
         assert rest.endswith("data: [DONE]\n\n")
-        _, said = server.communicate()
-        assert (130, False) == (server.returncode, "Traceback" in said), said
+        _, log = server.communicate()
+        assert (130, False) == (server.returncode, "Traceback" in log), log
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
@@ -135,8 +135,8 @@ def test_a_signal_lets_running_requests_end(checkpoint: Path, tmp_path: Path, na
             server.send_signal(getattr(signal, name))
             rest = answer.read().decode()
         assert '"finish_reason":"length"' in rest
-        _, said = server.communicate()
-        assert (-getattr(signal, name), False) == (server.returncode, "Traceback" in said), said
+        _, log = server.communicate()
+        assert (-getattr(signal, name), False) == (server.returncode, "Traceback" in log), log
 
 
 def test_options_replace_the_stack_s_own_values(checkpoint: Path, tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_options_replace_the_stack_s_own_values(checkpoint: Path, tmp_path: Path
     assert ["cpu, float64", "2 MiB"] == described[:2]
     assert described[2].endswith("requests of 128 tokens")
     wrong = start(checkpoint, 1, "--dtype", "fp4")
-    _, said = wrong.communicate()
-    assert (2, True) == (wrong.returncode, "--dtype must be one of 'auto', 'float64'" in said), said
+    _, log = wrong.communicate()
+    assert (2, True) == (wrong.returncode, "--dtype must be one of 'auto', 'float64'" in log), log
 
 
 def test_a_second_ctrl_c_ends_without_a_traceback_also_in_the_background(checkpoint: Path, tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ def test_a_second_ctrl_c_ends_without_a_traceback_also_in_the_background(checkpo
             answer.readline()
             server.send_signal(signal.SIGINT)
             server.send_signal(signal.SIGINT)
-            _, said = server.communicate()
-        assert (130, False) == (server.returncode, "Traceback" in said), said
+            _, log = server.communicate()
+        assert (130, False) == (server.returncode, "Traceback" in log), log
 
 
 def test_the_grace_ends_for_clients_that_neither_read_nor_send(checkpoint: Path, tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_the_grace_ends_for_clients_that_neither_read_nor_send(checkpoint: Path,
         unread.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         unread.recv(100)
         server.send_signal(signal.SIGTERM)
-        _, said = server.communicate(timeout=60)
-        assert (-signal.SIGTERM, False) == (server.returncode, "Traceback" in said), said
+        _, log = server.communicate(timeout=60)
+        assert (-signal.SIGTERM, False) == (server.returncode, "Traceback" in log), log
 
 
 def test_answers_do_not_wait_for_the_acknowledgement_of_a_packet(checkpoint: Path, tmp_path: Path) -> None:
@@ -192,8 +192,8 @@ def test_more_connections_at_once_than_there_are_descriptors_close_the_oldest(ch
         server.send_signal(signal.SIGCONT)
         assert 200 == health(port)
         server.send_signal(signal.SIGTERM)
-        _, said = server.communicate(timeout=60)
-        assert "out of system resource" not in said
+        _, log = server.communicate(timeout=60)
+        assert "out of system resource" not in log
 
 
 def health(port: int) -> int:
@@ -210,9 +210,12 @@ def no_delay_of(process: int) -> int:
                 copy = _copied(descriptor, int(file.name))
             finally:
                 os.close(descriptor)
-            with socket.socket(fileno=copy) as found:
-                if found.family == socket.AF_INET and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0:
-                    return found.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            with socket.socket(fileno=copy) as connection:
+                if (
+                    connection.family == socket.AF_INET
+                    and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
+                ):
+                    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     raise AssertionError("the process has no connection")
 
 
@@ -233,16 +236,16 @@ def test_what_would_serve_everybody_or_nobody_is_refused_before_the_model_is_loa
     tmp_path: Path, options: list[str], environment: dict[str, str], message: str
 ) -> None:
     server = start(tmp_path / "none", 8000, *options, environment=environment)
-    _, said = server.communicate()
-    assert (2, True) == (server.returncode, message in said), said
+    _, log = server.communicate()
+    assert (2, True) == (server.returncode, message in log), log
 
 
 def test_a_repository_is_downloaded_and_served_by_its_id(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    downloads: list[object] = []
     served: list[str] = []
 
     def download(repository: str, *, revision: str | None, **_: object) -> str:
-        asked.extend((repository, revision))
+        downloads.extend((repository, revision))
         return str(checkpoint)
 
     async def run(self: Server, listener: socket.socket, *, grace: float) -> None:
@@ -253,7 +256,7 @@ def test_a_repository_is_downloaded_and_served_by_its_id(checkpoint: Path, monke
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(Server, "run", run)
     result = CliRunner().invoke(serve, ["acme/tiny@v1", "--port", str(free_port())], catch_exceptions=False)
-    assert (0, ["acme/tiny", "v1"], ["acme/tiny@v1"]) == (result.exit_code, asked, served)
+    assert (0, ["acme/tiny", "v1"], ["acme/tiny@v1"]) == (result.exit_code, downloads, served)
 
 
 def test_a_server_that_whoever_reaches_may_use_says_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

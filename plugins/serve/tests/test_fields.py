@@ -193,7 +193,7 @@ def test_fields_that_go_together(reader: Reader) -> None:
 
 
 def test_the_fields_of_a_message_reach_the_template(reader: Reader) -> None:
-    written = message(
+    prompt = message(
         reader,
         content=[{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
         name="anna",
@@ -201,21 +201,21 @@ def test_the_fields_of_a_message_reach_the_template(reader: Reader) -> None:
         tool_call_id="8",
         reasoning_content="hm",
     )
-    assert written.startswith("<|im_start|>assistant\none\ntwo<tool_call>\n")
+    assert prompt.startswith("<|im_start|>assistant\none\ntwo<tool_call>\n")
     for part in ('{"name": "f", "arguments": {"a": 1}}', "<think>hm</think>", "anna", "8"):
-        assert part in written
+        assert part in prompt
 
 
 def test_a_mark_in_a_chat_says_what_other_chats_begin_with(reader: Reader) -> None:
     def marked(*contents: str, mark: int = 0) -> Question:
-        messages: list[dict[str, Any]] = [{"role": "user", "content": each} for each in contents]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content} for content in contents]
         messages[mark]["cache_control"] = {"type": "ephemeral"}
         return chat(reader, messages=messages)
 
-    one, other = marked("system", "q"), marked("system", "another")
-    (boundary,) = one.boundaries
-    assert one.boundaries == other.boundaries
-    assert one.prompts[0][:boundary] == other.prompts[0][:boundary]
+    question, other = marked("system", "q"), marked("system", "another")
+    (boundary,) = question.boundaries
+    assert question.boundaries == other.boundaries
+    assert question.prompts[0][:boundary] == other.prompts[0][:boundary]
     assert boundary > len(chat(reader, messages=[{"role": "user", "content": ""}]).prompts[0]) / 2
     assert marked("a", "b", mark=1).boundaries[0] > marked("a", "b").boundaries[0]
     with pytest.raises(RequestError, match="5 messages have cache_control, and 4 may have it"):
@@ -294,14 +294,14 @@ def test_tokens_and_text_of_a_text_and_a_chat(serve: Serve, checkpoint: Path) ->
     )
     text = post(running, "/detokenize", json.dumps({"tokens": chatted[1]["tokens"]}).encode())[1]["prompt"]
     assert "u:x;a:!" == text
-    for wrong, said in (
+    for wrong, expected_message in (
         ({}, "give a prompt or messages"),
         ({"prompt": "a", "messages": HELLO}, "give a prompt or messages"),
         ({"prompt": "a", "tools": [TOOL]}, "tools is for messages"),
         ({"messages": HELLO, "add_special_tokens": True}, "add_special_tokens is for a prompt"),
     ):
         status, answer = post(running, "/tokenize", json.dumps(wrong).encode())
-        assert (400, True) == (status, said in answer["error"]["message"]), answer
+        assert (400, True) == (status, expected_message in answer["error"]["message"]), answer
 
 
 def test_tokens_that_the_model_does_not_have_are_refused_and_not_left_out(serve: Serve) -> None:
@@ -317,15 +317,17 @@ def test_prompts_in_lists_are_answered_in_their_order(client: openai.OpenAI, che
     with Engine.from_pretrained(checkpoint, stack=STACK) as engine:
         params = SamplingParams(n=2, temperature=1, seed=3, max_new_tokens=6)
         texts = [output.text for output in engine.generate(prompts, params)]
-    asked: dict[str, Any] = {"model": "tiny", "n": 2, "temperature": 1, "seed": 3, "max_tokens": 6}
-    answer = client.completions.create(prompt=prompts, **asked)
-    assert [(index, text) for index, text in enumerate(texts)] == [(each.index, each.text) for each in answer.choices]
+    fields: dict[str, Any] = {"model": "tiny", "n": 2, "temperature": 1, "seed": 3, "max_tokens": 6}
+    answer = client.completions.create(prompt=prompts, **fields)
+    assert [(index, text) for index, text in enumerate(texts)] == [
+        (choice.index, choice.text) for choice in answer.choices
+    ]
     assert answer.usage is not None
     assert (6, 36) == (answer.usage.prompt_tokens, answer.usage.completion_tokens)
     ids = [post_tokens(client, prompt) for prompt in prompts]
-    assert texts == [each.text for each in client.completions.create(prompt=ids, **asked).choices]
-    assert texts[:2] == [each.text for each in client.completions.create(prompt=ids[0], **asked).choices]
-    parts = [part.choices[0] for part in client.completions.create(prompt=prompts, stream=True, **asked)]
+    assert texts == [choice.text for choice in client.completions.create(prompt=ids, **fields).choices]
+    assert texts[:2] == [choice.text for choice in client.completions.create(prompt=ids[0], **fields).choices]
+    parts = [part.choices[0] for part in client.completions.create(prompt=prompts, stream=True, **fields)]
     assert texts == ["".join(part.text for part in parts if part.index == index) for index in range(6)]
 
 
@@ -341,21 +343,21 @@ def test_an_echo_has_the_prompt_and_its_log_probabilities(client: openai.OpenAI,
     assert output.logprobs is not None
     expected = [*output.prompt_logprobs, *output.logprobs]
     for prompt in ("hello", post_tokens(client, "hello")):
-        asked: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "echo": True, "logprobs": 2}
-        choice = client.completions.create(**asked).choices[0]
-        found = choice.logprobs
-        assert ("hello" + output.text, expected) == (choice.text, found.token_logprobs)
-        assert [*"hello"] == found.tokens[:5]
+        fields: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "echo": True, "logprobs": 2}
+        choice = client.completions.create(**fields).choices[0]
+        logprobs = choice.logprobs
+        assert ("hello" + output.text, expected) == (choice.text, logprobs.token_logprobs)
+        assert [*"hello"] == logprobs.tokens[:5]
         assert (None, 2, True) == (
-            found.top_logprobs[0],
-            min(len(top) for top in found.top_logprobs[1:]),
-            all(token in top for token, top in zip(found.tokens[1:], found.top_logprobs[1:], strict=True)),
+            logprobs.top_logprobs[0],
+            min(len(top) for top in logprobs.top_logprobs[1:]),
+            all(token in top for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True)),
         )
-        assert [0, 1, 2, 3, 4, 5, 6, 7] == found.text_offset
-        parts = [part.choices[0] for part in client.completions.create(stream=True, **asked)]
+        assert [0, 1, 2, 3, 4, 5, 6, 7] == logprobs.text_offset
+        parts = [part.choices[0] for part in client.completions.create(stream=True, **fields)]
         assert choice.text == "".join(part.text for part in parts)
         assert expected == [value for part in parts if part.logprobs for value in part.logprobs.token_logprobs]
-    only = client.completions.create(**{**asked, "max_tokens": 0})
+    only = client.completions.create(**{**fields, "max_tokens": 0})
     assert ("hello", list(output.prompt_logprobs), 0) == (
         only.choices[0].text,
         only.choices[0].logprobs.token_logprobs,
@@ -415,21 +417,21 @@ def test_embeddings_are_those_of_the_embedder(
                 (folder / file.name).write_bytes(file.read_bytes())
         save_tiny(folder, family, vocab_size=256)
     running = serve(path=folder, task=task)
-    client, add, seen = running.client(), running.server.engine.add_request, []
+    client, add, added_hints = running.client(), running.server.engine.add_request, []
     texts = ["one text", "another"]
     with Embedder.from_pretrained(folder, stack=STACK) as embedder:
         expected = [output.embedding for output in embedder.embed(texts)]
     answer = client.embeddings.create(model=folder.name, input=texts, encoding_format="float")
     # The server may compute them in two steps, whose sums are in another order.
-    for vector, each in zip(expected, answer.data, strict=True):
+    for vector, item in zip(expected, answer.data, strict=True):
         assert vector is not None
-        assert list(vector) == pytest.approx(each.embedding, abs=1e-5)
+        assert list(vector) == pytest.approx(item.embedding, abs=1e-5)
     assert (15, 15) == (answer.usage.prompt_tokens, answer.usage.total_tokens)
-    one = client.embeddings.create(model=folder.name, input=post_tokens(client, texts[0]))
-    assert [pytest.approx(list(expected[0] or ()), rel=1e-6)] == [each.embedding for each in one.data]
+    single = client.embeddings.create(model=folder.name, input=post_tokens(client, texts[0]))
+    assert [pytest.approx(list(expected[0] or ()), rel=1e-6)] == [item.embedding for item in single.data]
 
     def watched(*text: Any, hints: Hints, **options: Any) -> Any:
-        seen.append(hints)
+        added_hints.append(hints)
         return add(*text, hints=hints, **options)
 
     monkeypatch.setattr(running.server.engine, "add_request", watched)
@@ -438,7 +440,7 @@ def test_embeddings_are_those_of_the_embedder(
         body={"input": texts[0], "encoding_format": "base64", "user": "u", "cache_salt": "s", "priority": 1},
         cast_to=object,
     )
-    assert [Hints(priority=1)] == seen
+    assert [Hints(priority=1)] == added_hints
     data = base64.b64decode(raw["data"][0]["embedding"])
     assert pytest.approx(list(expected[0] or ()), rel=1e-6) == list(struct.unpack(f"<{len(data) // 4}f", data))
     with pytest.raises(Exception, match="this server makes embeddings; start one with `kvframe serve --task generate`"):
@@ -447,8 +449,8 @@ def test_embeddings_are_those_of_the_embedder(
 
 def test_the_description_of_the_interface_has_every_field(serve: Serve) -> None:
     running = serve()
-    found: Any = running.client().get("/../openapi.json", cast_to=object)
+    description: Any = running.client().get("/../openapi.json", cast_to=object)
     for path, kind in (("/v1/completions", bodies.CompletionBody), ("/v1/chat/completions", bodies.ChatBody)):
-        schema = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        schema = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert set(kind.model_fields) == set(schema["properties"])
-    assert {"Message", "Tool", "StreamOptions"} <= set(found["components"]["schemas"])
+    assert {"Message", "Tool", "StreamOptions"} <= set(description["components"]["schemas"])

@@ -70,18 +70,18 @@ def test_halves_of_bodies_use_no_quota(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"]
+    "request", [b"", b"POST /v1/completions HTTP/1.1\r\nHost", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"]
 )
-def test_idle_connections_are_closed(serve: Serve, sent: bytes) -> None:
+def test_idle_connections_are_closed(serve: Serve, request: bytes) -> None:
     running = serve({"client_seconds": 1})
     with ExitStack() as stack:
         client = connect(running, stack)
-        client.sendall(sent)
+        client.sendall(request)
         try:
             data = read_all(client)
         except ConnectionResetError:
             data = b""
-        assert sent.startswith(b"GET") or data == b""
+        assert request.startswith(b"GET") or data == b""
         eventually(lambda: not running.server._connections._open)
 
 
@@ -366,5 +366,5 @@ def test_health_says_that_a_step_hangs(serve: Serve, monkeypatch: pytest.MonkeyP
 def test_a_key_may_be_sent_with_any_case_of_the_scheme(serve: Serve) -> None:
     running = serve(keys=["anna"])
     for scheme, status in (("Bearer", 200), ("bearer", 200), ("BEARER", 200), ("Basic", 401)):
-        found, _ = post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 1}', Authorization=f"{scheme} anna")
-        assert status == found
+        code, _ = post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 1}', Authorization=f"{scheme} anna")
+        assert status == code

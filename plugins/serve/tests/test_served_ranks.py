@@ -49,15 +49,15 @@ class Breaking(TorchBackend):
 @pytest.fixture(scope="module")
 def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two models of other weights, a stack, and a plugin whose attention can be broken."""
-    made = tmp_path_factory.mktemp("served_ranks")
-    shutil.copytree(checkpoint, made / "tiny")
-    shutil.copytree(checkpoint, made / "other")
-    save_tiny(made / "other", "llama", seed=1, vocab_size=256)
-    (made / "stack.toml").write_text(STACK)
-    (made / "site").mkdir()
+    root = tmp_path_factory.mktemp("served_ranks")
+    shutil.copytree(checkpoint, root / "tiny")
+    shutil.copytree(checkpoint, root / "other")
+    save_tiny(root / "other", "llama", seed=1, vocab_size=256)
+    (root / "stack.toml").write_text(STACK)
+    (root / "site").mkdir()
     manifest = registers("backends", ("breaking", "kvframe_breaking.backend:Breaking"))
-    FakeSite(made / "site").add("kvframe-breaking", "breaking", manifest, files={"backend": BACKEND})
-    return made
+    FakeSite(root / "site").add("kvframe-breaking", "breaking", manifest, files={"backend": BACKEND})
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +68,20 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[st
     with FileLock(out.with_suffix(".lock")):
         if not out.exists():
             program = ("-m", "plugins.serve.tests.on_served_ranks", str(folder))
-            done = run_program(*program, packages=folder / "site")
-            assert 0 == done.returncode, done.stderr
-            out.write_text(done.stdout)
-    found: Mapping[str, Any] = json.loads(out.read_text())
-    return found
+            process = run_program(*program, packages=folder / "site")
+            assert 0 == process.returncode, process.stderr
+            out.write_text(process.stdout)
+    results: Mapping[str, Any] = json.loads(out.read_text())
+    return results
 
 
 def test_after_sigterm_both_ranks_complete_what_runs(served: Mapping[str, Any]) -> None:
-    found = served["end_all"]
-    assert served["text"] == found["text"]
-    assert '"finish_reason":"length"' in found["rest"], found["said"]
-    assert found["rest"].endswith("data: [DONE]\n\n")
-    assert ([-15, 0], "") == (found["codes"], found["said"][1])
-    assert "error" not in found["said"][0]
+    result = served["end_all"]
+    assert served["text"] == result["text"]
+    assert '"finish_reason":"length"' in result["rest"], result["said"]
+    assert result["rest"].endswith("data: [DONE]\n\n")
+    assert ([-15, 0], "") == (result["codes"], result["said"][1])
+    assert "error" not in result["said"][0]
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_after_sigterm_both_ranks_complete_what_runs(served: Mapping[str, Any]) 
 def test_clients_are_told_that_a_rank_failed_and_all_ranks_end(
     served: Mapping[str, Any], run: str, codes: list[int], sentence: str
 ) -> None:
-    found = served[run]
-    assert (codes, "") == (found["codes"], found["said"][1])
-    assert found["first"].startswith("data: {")
-    assert ENDED in found["end"][0]
-    assert ["data: [DONE]", ""] == found["end"][1:]
-    assert [500, ENDED] == [found["whole"][0], json.loads(found["whole"][1])["error"]["message"]]
-    assert found["health"] in (503, "closed")
-    assert sentence in found["said"][0]
-    assert "Traceback" not in found["said"][0]
+    result = served[run]
+    assert (codes, "") == (result["codes"], result["said"][1])
+    assert result["first"].startswith("data: {")
+    assert ENDED in result["end"][0]
+    assert ["data: [DONE]", ""] == result["end"][1:]
+    assert [500, ENDED] == [result["whole"][0], json.loads(result["whole"][1])["error"]["message"]]
+    assert result["health"] in (503, "closed")
+    assert sentence in result["said"][0]
+    assert "Traceback" not in result["said"][0]
 
 
 def test_a_request_that_comes_while_a_rank_is_waited_for_is_refused(served: Mapping[str, Any]) -> None:
@@ -112,9 +112,9 @@ def test_a_request_that_comes_while_a_rank_is_waited_for_is_refused(served: Mapp
 
 
 def test_ranks_with_other_weights_are_refused(served: Mapping[str, Any]) -> None:
-    found = served["different"]
-    assert ([2, 71], "") == (found["codes"], found["said"][1])
-    assert found["said"][0].startswith("kvframe: error: rank 1 has other weights of other than rank 0: ")
+    result = served["different"]
+    assert ([2, 71], "") == (result["codes"], result["said"][1])
+    assert result["said"][0].startswith("kvframe: error: rank 1 has other weights of other than rank 0: ")
 
 
 def test_torchrun_ends_when_a_step_fails_on_the_rank_that_serves(folder: Path) -> None:
@@ -132,21 +132,21 @@ def test_torchrun_ends_when_a_step_fails_on_the_rank_that_serves(folder: Path) -
         assert client.wait(torchrun.is_alive), log.read_text()
         # Rank 0 alone has reading processes: two, and the one that they are forked from.
         assert 3 == sum("multiprocessing.forkserver" in command for command in commands_of(broken))
-        found = client.stream_during(Path(f"{broken}0").touch)
+        result = client.stream_during(Path(f"{broken}0").touch)
         torchrun.join(60)
-        said = log.read_text()
-        assert 1 == torchrun.exitcode, said
+        output = log.read_text()
+        assert 1 == torchrun.exitcode, output
     finally:
         torchrun.kill()
         torchrun.join()
-    assert ENDED in found["end"][0]
-    assert ["data: [DONE]", ""] == found["end"][1:]
-    assert [500, ENDED] == [found["whole"][0], json.loads(found["whole"][1])["error"]["message"]]
-    assert found["health"] in (503, "closed")
-    assert f"error: {ENDED}\n" in said
+    assert ENDED in result["end"][0]
+    assert ["data: [DONE]", ""] == result["end"][1:]
+    assert [500, ENDED] == [result["whole"][0], json.loads(result["whole"][1])["error"]["message"]]
+    assert result["health"] in (503, "closed")
+    assert f"error: {ENDED}\n" in output
     # torchrun ends the other ranks once it sees that one has failed, and lists those that it has seen.
-    assert {"71"} == set(re.findall(r"\n +rank +: \d .*\n +exitcode +: (-?\d+) ", said)), said
-    assert len(said) < 64 << 10
+    assert {"71"} == set(re.findall(r"\n +rank +: \d .*\n +exitcode +: (-?\d+) ", output)), output
+    assert len(output) < 64 << 10
     eventually(lambda: [] == commands_of(broken))
 
 

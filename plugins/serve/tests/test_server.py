@@ -74,7 +74,7 @@ def test_chats_go_through_the_template(client: openai.OpenAI, checkpoint: Path) 
 
 
 def test_each_request_has_its_own_parameters(client: openai.OpenAI, checkpoint: Path) -> None:
-    asked: list[dict[str, Any]] = [
+    option_sets: list[dict[str, Any]] = [
         {"temperature": 0.9, "seed": 7, "max_tokens": 11},
         {"temperature": 1.2, "seed": 8, "top_p": 0.8, "extra_body": {"top_k": 9}, "max_tokens": 14},
         {"max_tokens": 5},
@@ -86,29 +86,34 @@ def test_each_request_has_its_own_parameters(client: openai.OpenAI, checkpoint: 
     ]
     with ThreadPoolExecutor(3) as pool:
         answers = list(
-            pool.map(lambda each: client.completions.create(model="tiny", prompt="x y", **each).choices[0].text, asked)
+            pool.map(
+                lambda options: client.completions.create(model="tiny", prompt="x y", **options).choices[0].text,
+                option_sets,
+            )
         )
     assert texts == answers
 
 
 def test_samples_are_those_of_the_engine(client: openai.OpenAI, checkpoint: Path) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "n": 3, "temperature": 1, "seed": 5, "max_tokens": 9}
+    fields: dict[str, Any] = {"model": "tiny", "n": 3, "temperature": 1, "seed": 5, "max_tokens": 9}
     texts = expected(checkpoint, ["x y"], n=3, temperature=1, seed=5, max_new_tokens=9)
     assert 3 == len(set(texts))
-    answer = client.completions.create(prompt="x y", **asked)
-    assert [(0, texts[0]), (1, texts[1]), (2, texts[2])] == [(each.index, each.text) for each in answer.choices]
+    answer = client.completions.create(prompt="x y", **fields)
+    assert [(0, texts[0]), (1, texts[1]), (2, texts[2])] == [(choice.index, choice.text) for choice in answer.choices]
     assert answer.usage is not None
     assert (3, 27) == (answer.usage.prompt_tokens, answer.usage.completion_tokens)
-    parts = [part.choices[0] for part in client.completions.create(prompt="x y", stream=True, **asked)]
+    parts = [part.choices[0] for part in client.completions.create(prompt="x y", stream=True, **fields)]
     assert texts == ["".join(part.text for part in parts if part.index == index) for index in range(3)]
     assert ["length"] * 3 == [part.finish_reason for part in parts if part.finish_reason]
     messages: Any = [{"role": "user", "content": "hello"}]
     texts = expected(checkpoint, ["u:hello;a:"], n=3, temperature=1, seed=5, max_new_tokens=9)
-    chat = client.chat.completions.create(messages=messages, **asked)
-    assert texts == [each.message.content for each in chat.choices]
-    chunks = [each.choices[0] for each in client.chat.completions.create(messages=messages, stream=True, **asked)]
-    assert texts == ["".join(each.delta.content or "" for each in chunks if each.index == index) for index in range(3)]
-    assert {0, 1, 2} == {each.index for each in chunks if each.finish_reason == "length"}
+    chat = client.chat.completions.create(messages=messages, **fields)
+    assert texts == [choice.message.content for choice in chat.choices]
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(messages=messages, stream=True, **fields)]
+    assert texts == [
+        "".join(choice.delta.content or "" for choice in chunks if choice.index == index) for index in range(3)
+    ]
+    assert {0, 1, 2} == {choice.index for choice in chunks if choice.finish_reason == "length"}
 
 
 def logprobs_of(checkpoint: Path, prompt: str, count: int) -> list[tuple[bytes, float, list[tuple[bytes, float]]]]:
@@ -124,14 +129,14 @@ def logprobs_of(checkpoint: Path, prompt: str, count: int) -> list[tuple[bytes, 
     assert output.logprobs is not None
     assert output.top_logprobs is not None
     return [
-        (byte(token), value, [(byte(each), of) for each, of in top.items()])
+        (byte(token), value, [(byte(text), of) for text, of in top.items()])
         for token, value, top in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True)
     ]
 
 
 def test_log_probabilities_of_a_chat_are_those_of_the_engine(client: openai.OpenAI, checkpoint: Path) -> None:
-    found = logprobs_of(checkpoint, "u:hello;a:", 8)
-    asked: dict[str, Any] = {
+    logprobs = logprobs_of(checkpoint, "u:hello;a:", 8)
+    fields: dict[str, Any] = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "hello"}],
         "max_tokens": 8,
@@ -140,41 +145,41 @@ def test_log_probabilities_of_a_chat_are_those_of_the_engine(client: openai.Open
     }
 
     def read(content: Any) -> Any:
-        assert all(each.token == bytes(each.bytes).decode(errors="replace") for each in content)
+        assert all(token.token == bytes(token.bytes).decode(errors="replace") for token in content)
         return [
-            (bytes(each.bytes), each.logprob, [(bytes(top.bytes), top.logprob) for top in each.top_logprobs])
-            for each in content
+            (bytes(token.bytes), token.logprob, [(bytes(top.bytes), top.logprob) for top in token.top_logprobs])
+            for token in content
         ]
 
-    answer = client.chat.completions.create(**asked).choices[0]
+    answer = client.chat.completions.create(**fields).choices[0]
     assert answer.logprobs is not None
-    assert found == read(answer.logprobs.content)
-    chunks = [each.choices[0] for each in client.chat.completions.create(stream=True, **asked)]
-    assert found == read([each for chunk in chunks if chunk.logprobs for each in chunk.logprobs.content])
+    assert logprobs == read(answer.logprobs.content)
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **fields)]
+    assert logprobs == read([token for chunk in chunks if chunk.logprobs for token in chunk.logprobs.content])
     assert answer.message.content == "".join(chunk.delta.content or "" for chunk in chunks)
-    plain = client.chat.completions.create(**{**asked, "top_logprobs": None}).choices[0].logprobs
+    plain = client.chat.completions.create(**{**fields, "top_logprobs": None}).choices[0].logprobs
     assert plain is not None
-    assert [(data, value, []) for data, value, _ in found] == read(plain.content)
+    assert [(data, value, []) for data, value, _ in logprobs] == read(plain.content)
 
 
 def test_log_probabilities_of_a_completion_are_those_of_the_engine(client: openai.OpenAI, checkpoint: Path) -> None:
-    found = logprobs_of(checkpoint, "x y", 8)
-    tokens = [data.decode(errors="replace") for data, _, _ in found]
-    tops = [{data.decode(errors="replace"): value for data, value in reversed(top)} for _, _, top in found]
-    asked: dict[str, Any] = {"model": "tiny", "prompt": "x y", "max_tokens": 8, "logprobs": 2}
-    answer = client.completions.create(**asked).choices[0].logprobs
-    assert (tokens, [value for _, value, _ in found], tops) == (
+    logprobs = logprobs_of(checkpoint, "x y", 8)
+    tokens = [data.decode(errors="replace") for data, _, _ in logprobs]
+    tops = [{data.decode(errors="replace"): value for data, value in reversed(top)} for _, _, top in logprobs]
+    fields: dict[str, Any] = {"model": "tiny", "prompt": "x y", "max_tokens": 8, "logprobs": 2}
+    answer = client.completions.create(**fields).choices[0].logprobs
+    assert (tokens, [value for _, value, _ in logprobs], tops) == (
         answer.tokens,
         answer.token_logprobs,
         answer.top_logprobs,
     )
     assert [0, 1, 2, 3, 4, 5, 6, 7] == answer.text_offset
-    parts = [part.choices[0].logprobs for part in client.completions.create(stream=True, **asked)]
+    parts = [part.choices[0].logprobs for part in client.completions.create(stream=True, **fields)]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert getattr(answer, name) == [each for part in parts if part for each in getattr(part, name)]
-    alone = client.completions.create(**{**asked, "logprobs": 0}).choices[0].logprobs
+        assert getattr(answer, name) == [value for part in parts if part for value in getattr(part, name)]
+    alone = client.completions.create(**{**fields, "logprobs": 0}).choices[0].logprobs
     assert (answer.token_logprobs, None) == (alone.token_logprobs, alone.top_logprobs)
-    assert client.completions.create(**{**asked, "logprobs": None}).choices[0].logprobs is None
+    assert client.completions.create(**{**fields, "logprobs": None}).choices[0].logprobs is None
 
 
 def test_a_client_that_leaves_ends_all_its_samples(serve: Serve) -> None:
@@ -191,12 +196,12 @@ def test_a_client_that_leaves_ends_all_its_samples(serve: Serve) -> None:
 
 
 def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, checkpoint: Path) -> None:
-    whole = expected(checkpoint, ["x y"], max_new_tokens=20)[0]
-    stop = whole[6:8]
+    text = expected(checkpoint, ["x y"], max_new_tokens=20)[0]
+    stop = text[6:8]
     answer = client.completions.create(model="tiny", prompt="x y", max_tokens=20, stop=[stop])
-    assert (whole[: whole.index(stop)], "stop") == (answer.choices[0].text, answer.choices[0].finish_reason)
+    assert (text[: text.index(stop)], "stop") == (answer.choices[0].text, answer.choices[0].finish_reason)
     parts = list(client.completions.create(model="tiny", prompt="x y", max_tokens=20, stop=stop, stream=True))
-    assert whole[: whole.index(stop)] == "".join(part.choices[0].text for part in parts)
+    assert text[: text.index(stop)] == "".join(part.choices[0].text for part in parts)
     assert "stop" == parts[-1].choices[0].finish_reason
 
 
@@ -378,9 +383,9 @@ def test_bad_input_is_refused_in_one_sentence(serve: Serve) -> None:
     running = serve()
     for path, body, status, message in WRONG:
         for stream in (False, True):
-            asked = {"stream": stream, **body} if isinstance(body, dict) else body
-            found, answer = post(running, f"/v1/{path}", json.dumps(asked).encode())
-            assert (status, message in answer["error"]["message"]) == (found, True), (body, found, answer)
+            sent_body = {"stream": stream, **body} if isinstance(body, dict) else body
+            code, answer = post(running, f"/v1/{path}", json.dumps(sent_body).encode())
+            assert (status, message in answer["error"]["message"]) == (code, True), (body, code, answer)
     assert 400 == post(running, "/v1/completions", b"{not json")[0]
     assert 400 == post(running, "/v1/chat/completions", b'{"tools": ' + b"[" * 100_000)[0]
     assert 413 == post(running, "/v1/completions", b"x" * (5 << 20))[0]
@@ -430,13 +435,13 @@ def test_more_requests_than_the_most_are_told_to_try_again(serve: Serve) -> None
                 return
 
     with ThreadPoolExecutor(2) as pool:
-        held = [pool.submit(hold) for _ in range(2)]
+        requests = [pool.submit(hold) for _ in range(2)]
         eventually(lambda: running.server._application.quota.num_used == 2)
         with pytest.raises(openai.RateLimitError, match="2 of the 2 samples that one key may have at once"):
             client.completions.create(model="tiny", prompt="x", max_tokens=1)
         go.set()
-        for each in held:
-            each.result(30)
+        for request in requests:
+            request.result(30)
     eventually(lambda: running.server._application.quota.num_used == 0)
     client.completions.create(model="tiny", prompt="x", max_tokens=1)
 
@@ -464,15 +469,15 @@ def test_hints_are_limited_by_key(serve: Serve, monkeypatch: pytest.MonkeyPatch)
     trusted = hashlib.blake2b(b"trusted", digest_size=16).hexdigest()[:8]
     limits = {"max_keep_seconds": 60, "key_limits": {trusted: {"min_priority": -5, "max_keep_seconds": 600}}}
     running = serve(limits, keys=("trusted", "other"), engine={"scheduling": "priority"})
-    seen: list[tuple[str, Hints]] = []
+    added_hints: list[tuple[str, Hints]] = []
     add = running.server.engine.add_request
 
     def watched(*prompt: Any, hints: Hints, owner: str, **options: Any) -> Any:
-        seen.append((owner[:8], hints))
+        added_hints.append((owner[:8], hints))
         return add(*prompt, hints=hints, owner=owner, **options)  # type: ignore[call-arg]
 
     monkeypatch.setattr(running.server.engine, "add_request", watched)
-    sent: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+    requests: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         ("trusted", {"priority": -9, "keep_seconds": 9000}, {}),
         ("other", {"priority": -9, "keep_seconds": 9000}, {}),
         ("other", {}, {"X-Request-Priority": "-9", "X-Keep-Seconds": "1e9"}),
@@ -481,10 +486,10 @@ def test_hints_are_limited_by_key(serve: Serve, monkeypatch: pytest.MonkeyPatch)
         ("other", {}, {"X-Session-ID": "agent"}),
         ("other", {}, {}),
     ]
-    for key, body, headers in sent:
+    for key, body, headers in requests:
         client = running.client(key)
         client.completions.create(model="tiny", prompt="x", max_tokens=1, extra_body=body, extra_headers=headers)
-    assert trusted == seen[0][0] != seen[1][0]
+    assert trusted == added_hints[0][0] != added_hints[1][0]
     assert [
         Hints(priority=-5, keep_seconds=600),
         Hints(keep_seconds=60),
@@ -493,7 +498,7 @@ def test_hints_are_limited_by_key(serve: Serve, monkeypatch: pytest.MonkeyPatch)
         Hints(session_id="chat", keep_seconds=60),
         Hints(session_id="agent"),
         Hints(),
-    ] == [hints for _, hints in seen]
+    ] == [hints for _, hints in added_hints]
     with pytest.raises(openai.BadRequestError, match="the header x-request-priority must be a number, not 'high'"):
         running.client("other").completions.create(
             model="tiny", prompt="x", max_tokens=1, extra_headers={"X-Request-Priority": "high"}
@@ -629,10 +634,10 @@ def test_metrics_say_what_tiers_did(serve: Serve, tmp_path: Path) -> None:
         running.close()
         return usage.prompt_tokens_details.cached_tokens, {name: float(value) for name, _, value in lines}
 
-    found, first = ask()
-    assert (0, 0) == (found, first["kvframe_restored_tokens_total"])
-    found, second = ask()
-    assert 144 == found == second["kvframe_restored_tokens_total"]
+    num_cached, first = ask()
+    assert (0, 0) == (num_cached, first["kvframe_restored_tokens_total"])
+    num_cached, second = ask()
+    assert 144 == num_cached == second["kvframe_restored_tokens_total"]
     assert (9, 0) == tuple(
         second[f'kvframe_tier_blocks_restored_total{{tier="{tier}"}}'] for tier in ("disk", "host_memory")
     )

@@ -163,7 +163,7 @@ def test_pages_that_a_failing_store_does_not_get_are_counted(sealed: SealedStore
 
 
 def test_a_writer_gives_pages_to_every_store(memory: Memory) -> None:
-    stores = [SealedStore(each, StoreCounts()) for each in (memory, Memory())]
+    stores = [SealedStore(backing_store, StoreCounts()) for backing_store in (memory, Memory())]
     writer = PageWriter(stores)
     writer.put(RECORDS, 0, [bytes([number]) * 32 for number in range(3)], torch.from_numpy(np.stack(PAGES)))
     assert writer.wait(30)
@@ -179,8 +179,13 @@ def test_a_writer_gives_pages_to_every_store(memory: Memory) -> None:
 def test_keys_and_seals_depend_on_all_that_they_stand_for() -> None:
     secret, key, page = bytes(32), b"k" * 32, memoryview(b"page")
     records = [PageRecords(secret, ["a", "b"]), PageRecords(secret, ["ab"]), PageRecords(b"s" * 32, ["a", "b"])]
-    keys = {each.key_of(group, prefix) for each in records for group in (0, 1) for prefix in (key, b"l" * 32)}
-    assert (12, 3) == (len(keys), len({each.origin for each in records}))
+    keys = {
+        origin_records.key_of(group, prefix)
+        for origin_records in records
+        for group in (0, 1)
+        for prefix in (key, b"l" * 32)
+    }
+    assert (12, 3) == (len(keys), len({origin_records.origin for origin_records in records}))
     record = records[0].seal(key, page) + bytes(page)
     assert records[0].is_sound(key, memoryview(record))
     assert not records[0].is_sound(b"l" * 32, memoryview(record))
@@ -251,5 +256,5 @@ def test_a_file_without_a_key_is_refused(content: bytes, tmp_path: Path) -> None
 
 def test_a_secret_is_read_without_torch() -> None:
     code = "import sys; from kvframe_stores import choose_secret; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "False\n" == done.stdout
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "False\n" == process.stdout

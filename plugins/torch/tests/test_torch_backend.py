@@ -58,9 +58,9 @@ def test_it_leaves_out_chunks_and_what_no_mask_says() -> None:
     layers = make_layers(TorchBackend.capabilities)
     refused = {name: find_refusals(TorchBackend.capabilities, layer, "cpu") for name, layer in layers}
     codes = {
-        name.rpartition("-block")[0].rpartition("=")[0]: {refusal.code for refusal in each}
-        for name, each in refused.items()
-        if each
+        name.rpartition("-block")[0].rpartition("=")[0]: {refusal.code for refusal in layer_refusals}
+        for name, layer_refusals in refused.items()
+        if layer_refusals
     }
     assert {
         "chunk": {"mask_chunk"},

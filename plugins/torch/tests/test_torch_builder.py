@@ -51,17 +51,17 @@ def layer_of(relative_bias: RelativeBias | None = None, **options: Any) -> Layer
 def rows(draw: st.DrawFn) -> list[Request]:
     """Return requests, some but not all of which have no token in the step."""
     lengths = st.tuples(st.integers(0, 40), st.integers(0, 6), st.floats(0, 1))
-    drawn = draw(st.lists(lengths, max_size=6))
+    sizes = draw(st.lists(lengths, max_size=6))
     first = (draw(st.integers(0, 40)), draw(st.integers(1, 6)), 0.0)
-    return [Request(computed, new, num_hidden=int(hidden * computed)) for computed, new, hidden in (first, *drawn)]
+    return [Request(computed, new, num_hidden=int(hidden * computed)) for computed, new, hidden in (first, *sizes)]
 
 
 @st.composite
 def cross_rows(draw: st.DrawFn) -> list[Request]:
     """Return requests whose keys are of another sequence: fewer keys than queries, none, or none that is visible."""
     lengths = st.tuples(st.integers(0, 6), st.integers(0, 40), st.floats(0, 1))
-    drawn = draw(st.lists(lengths, min_size=1, max_size=7))
-    return [Request(0, new, num_keys=keys, num_hidden=int(hidden * keys)) for new, keys, hidden in drawn]
+    sizes = draw(st.lists(lengths, min_size=1, max_size=7))
+    return [Request(0, new, num_keys=keys, num_hidden=int(hidden * keys)) for new, keys, hidden in sizes]
 
 
 def metadata_of(
@@ -87,7 +87,7 @@ def attend(backend_class: type[AttentionBackend], layer: LayerSpec, metadata: Co
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(len(metadata.slot_mapping), 2, 4, generator=generator)
     cache = {name: torch.randn(shape, generator=generator) for name in "kv"}
-    seen = torch.zeros(shape[:2], dtype=torch.bool)
+    live_slots = torch.zeros(shape[:2], dtype=torch.bool)
     starts = metadata.query_start_loc_cpu.tolist()
     for request, seq_len in enumerate(metadata.seq_lens_cpu.tolist()):
         hidden = int(metadata.extensions[SEQ_STARTS].values[request]) if metadata.extensions else 0
@@ -96,9 +96,9 @@ def attend(backend_class: type[AttentionBackend], layer: LayerSpec, metadata: Co
             causal = layer.spec.causal and metadata.causal
             live = (*layer.spec.live_ranges(position), (position, position + 1)) if causal else ((0, seq_len),)
             for token in (token for start, stop in live for token in range(max(start, hidden), stop)):
-                seen[metadata.block_table[request, token // 4], token % 4] = True
+                live_slots[metadata.block_table[request, token // 4], token % 4] = True
     for state in cache.values():
-        state[~seen] = float("nan")
+        state[~live_slots] = float("nan")
     backend = backend_class([layer], CPU)
     assert layer.query is not None
     if layer.query.relative_bias is not None:
@@ -129,20 +129,20 @@ def limits(small: bool) -> Iterator[None]:
         yield
 
 
-def assert_same(expected: Any, found: Any) -> None:
+def assert_same(expected: Any, result: Any) -> None:
     """Hold two values equal, bit for bit."""
     if attrs.has(type(expected)):
         for field in attrs.fields(type(expected)):
-            assert_same(getattr(expected, field.name), getattr(found, field.name))
+            assert_same(getattr(expected, field.name), getattr(result, field.name))
     elif isinstance(expected, tuple):
-        assert len(expected) == len(found)
-        for one, other in zip(expected, found, strict=True):
-            assert_same(one, other)
+        assert len(expected) == len(result)
+        for element, other in zip(expected, result, strict=True):
+            assert_same(element, other)
     elif isinstance(expected, torch.Tensor):
-        assert (expected.dtype, expected.shape) == (found.dtype, found.shape)
-        assert torch.equal(expected, found)
+        assert (expected.dtype, expected.shape) == (result.dtype, result.shape)
+        assert torch.equal(expected, result)
     else:
-        assert expected == found
+        assert expected == result
 
 
 # --- refresh and reuse ------------------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ def assert_same(expected: Any, found: Any) -> None:
 @any_time
 @given(requests=rows(), seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)))
 def test_a_refresh_equals_a_rebuild(mask: Mapping[str, Any], requests: list[Request], seeds: tuple[int, int]) -> None:
-    one, other = (metadata_of(requests, seed) for seed in seeds)
+    first_step, other = (metadata_of(requests, seed) for seed in seeds)
     builder = TorchBackend([layer_of(**mask)], CPU).make_builder()
-    built = builder.build(one)
+    built = builder.build(first_step)
     fields = builder.refreshed_fields(built, other)
     assert builder.table_fields == set(fields)
     assert_same(builder.build(other), attrs.evolve(built, **fields))
@@ -173,10 +173,10 @@ def test_a_refresh_from_a_wider_table_reads_the_same_pages() -> None:
 def test_layers_with_equal_reuse_keys_get_equal_metadata(requests: list[Request]) -> None:
     query = QuerySpec(num_heads=2, head_size=4, scale=9.0, soft_cap=1.0, has_sinks=True)
     layers = (layer_of(window=5), attrs.evolve(layer_of(window=5), query=query))
-    one, other = (TorchBackend([layer], CPU).make_builder() for layer in layers)
-    assert one.reuse_key == other.reuse_key
+    builder, other = (TorchBackend([layer], CPU).make_builder() for layer in layers)
+    assert builder.reuse_key == other.reuse_key
     common = metadata_of(requests)
-    assert_same(one.build(common), other.build(common))
+    assert_same(builder.build(common), other.build(common))
 
 
 @any_time
@@ -187,7 +187,10 @@ def test_groups_that_are_built_together_get_what_each_gets_alone(
     requests: list[list[Request]], masks: list[Mapping[str, Any]]
 ) -> None:
     builders = [TorchBackend([layer_of(**mask)], CPU).make_builder() for mask in masks]
-    steps = [metadata_of(each, seed, padding=seed, block_size=2 << seed) for seed, each in enumerate(requests)]
+    steps = [
+        metadata_of(rows_of_step, seed, padding=seed, block_size=2 << seed)
+        for seed, rows_of_step in enumerate(requests)
+    ]
     alone = [builder.build(step) for builder, step in zip(builders, steps, strict=False)]
     assert_same(tuple(alone), tuple(TorchMetadataBuilder.build_together([*zip(builders, steps, strict=False)])))
 
@@ -299,7 +302,7 @@ def test_a_tile_with_a_bias_that_differs_from_head_to_head_has_fewer_queries() -
     plain = attrs.evolve(layer_of(num_kv_heads=64), query=query)
     biased = attrs.evolve(plain, query=attrs.evolve(query, relative_bias=RelativeBias(num_buckets=4, max_distance=9)))
     prompts = [built_for(layer, metadata_of([Request(4000, 256)])) for layer in (plain, biased)]
-    tiles = [[each.num_queries for each in built.batches() for _ in range(each.num_tiles)] for built in prompts]
+    tiles = [[batch.num_queries for batch in built.batches() for _ in range(batch.num_tiles)] for built in prompts]
     assert [[256], [32] * 8] == tiles
     # Decodes are as many to a batch as without a bias.
     decodes = metadata_of([Request(4000, 1)] * 100)
@@ -384,9 +387,9 @@ def batched(
     max_keys=st.sampled_from([100, 20_000]),
 )
 def test_padding_is_less_than_half_of_a_batch_or_little(lengths: list[int], free_padding: int, max_keys: int) -> None:
-    found = batched(lengths, free_padding, max_keys)
-    assert sorted(lengths, reverse=True) == [length for batch in found for length in batch]
-    for batch in found:
+    batches = batched(lengths, free_padding, max_keys)
+    assert sorted(lengths, reverse=True) == [length for batch in batches for length in batch]
+    for batch in batches:
         num_keys = len(batch) * batch[0]
         assert len(batch) == 1 or num_keys <= max_keys
         assert 2 * batch[-1] > batch[0] or num_keys - sum(batch) <= free_padding
@@ -404,7 +407,9 @@ def test_other_lengths_are_divided_from_the_longest_down() -> None:
 def test_padding_costs_more_if_tiles_have_several_queries() -> None:
     assert [[31], [20], [16, 16]] == batched([16, 31, 20, 16], num_queries=2)
     # 3 * 31 - 67 tokens of padding, for 2 queries each.
-    assert [[[31, 20, 16]], [[31], [20, 16]]] == [batched([16, 31, 20], most, num_queries=2) for most in (52, 51)]
+    assert [[[31, 20, 16]], [[31], [20, 16]]] == [
+        batched([16, 31, 20], max_padding, num_queries=2) for max_padding in (52, 51)
+    ]
 
 
 def test_a_request_that_fills_a_batch_alone_is_one() -> None:
@@ -413,7 +418,9 @@ def test_a_request_that_fills_a_batch_alone_is_one() -> None:
 
 def test_tiles_of_as_many_queries_are_one_batch_if_their_mask_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     common = metadata_of([Request(8, 4), Request(4, 4), Request(4, 2), Request(8, 4)])
-    assert [(1, 2), (3, 4)] == [(each.num_tiles, each.num_queries) for each in built_for(layer_of(), common).batches()]
+    assert [(1, 2), (3, 4)] == [
+        (batch.num_tiles, batch.num_queries) for batch in built_for(layer_of(), common).batches()
+    ]
     monkeypatch.setattr(tiles_module, "MAX_BATCH_PAIRS", 4 * 12 * 2)
     assert [1, 2, 1] == [batch.num_tiles for batch in built_for(layer_of(), common).batches()]
 
@@ -479,10 +486,10 @@ def test_a_learned_bias_counts_the_tokens_between_sinks_and_window() -> None:
 
 def test_layers_share_the_masks_of_a_step_if_these_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     common = metadata_of([Request(5, 3)])
-    one, other = (built_for(layer_of(), common).batches()[0].mask for _ in range(2))
-    assert one(torch.float32) is one(torch.float32)
-    assert one(torch.float32) is not other(torch.float32)
-    assert torch.float16 == one(torch.float16).dtype
+    mask, other = (built_for(layer_of(), common).batches()[0].mask for _ in range(2))
+    assert mask(torch.float32) is mask(torch.float32)
+    assert mask(torch.float32) is not other(torch.float32)
+    assert torch.float16 == mask(torch.float16).dtype
     monkeypatch.setattr(builder_module, "MAX_KEPT_PAIRS", 3 * 8 - 1)
     (batch,) = built_for(layer_of(), common).batches()
     assert batch.mask(torch.float32) is not batch.mask(torch.float32)

@@ -65,7 +65,7 @@ class StandIn:
         assert block_table is not None
         assert cu_seq_k is None
         assert scale is not None
-        assert {torch.int32} == {each.dtype for each in (cu_seq_q, seqused_k, block_table)}
+        assert {torch.int32} == {tensor.dtype for tensor in (cu_seq_q, seqused_k, block_table)}
         assert query.dtype == key.dtype == value.dtype
         assert query.dtype in (torch.float16, torch.bfloat16)
         assert key.shape[1] % 256 == query.shape[2] % 8 == 0
@@ -97,9 +97,9 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    found = StandIn()
-    monkeypatch.setattr(varlen, "varlen", found)
-    return found
+    library = StandIn()
+    monkeypatch.setattr(varlen, "varlen", library)
+    return library
 
 
 def is_kept(case: Case) -> bool:
@@ -142,9 +142,9 @@ def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(stand_in: StandIn
 
 
 class _OneTokenShort(TorchVarlenBackend):
-    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **named: Any) -> torch.Tensor:
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **options: Any) -> torch.Tensor:
         short = attrs.evolve(metadata, seq_lens=metadata.seq_lens - 1)
-        return super().attend(layer, query, kv_cache, short, **named)
+        return super().attend(layer, query, kv_cache, short, **options)
 
 
 class _WithoutDeadTokens(TorchVarlenBackend):

@@ -87,14 +87,14 @@ class DenseLayer:
             if query_spec["soft_cap"] is not None:
                 scores = query_spec["soft_cap"] * torch.tanh(scores / query_spec["soft_cap"])
             positions, past = (rows[is_own] + total - start)[:, None], torch.arange(total)[None]
-            seen = (past <= positions) | (self.description.kind == "encoder_only")
+            visible = (past <= positions) | (self.description.kind == "encoder_only")
             if "lookahead" in self.description.options:
-                seen &= past <= positions + self.description.options["lookahead"]
+                visible &= past <= positions + self.description.options["lookahead"]
             if "window" in self.description.options:
-                seen &= past > positions - self.description.options["window"]
+                visible &= past > positions - self.description.options["window"]
             if "chunk" in self.description.options:
-                seen &= past >= positions - positions % self.description.options["chunk"]
-            scores = scores.masked_fill(~seen, float("-inf"))
+                visible &= past >= positions - positions % self.description.options["chunk"]
+            scores = scores.masked_fill(~visible, float("-inf"))
             if sinks is not None:
                 scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(positions), 1)), -1)
             weights = scores.softmax(-1)[..., :total]
@@ -110,8 +110,12 @@ class DenseLayers(Mapping[str, DenseLayer]):
         self.skipped: tuple[str, ...] = ()
         self.kept_rows: torch.Tensor | None = None
         self.dtypes = frozenset({torch.float32})
-        self._layers = {each.name: DenseLayer(each, self) for each in descriptions if each.query}
-        self.states = {each.name: DenseState(each) for each in descriptions if not each.query}
+        self._layers = {
+            description.name: DenseLayer(description, self) for description in descriptions if description.query
+        }
+        self.states = {
+            description.name: DenseState(description) for description in descriptions if not description.query
+        }
         self.entries: Mapping[str, AttachedEntry] = {}
         self._lengths: dict[int, int] = {}
 

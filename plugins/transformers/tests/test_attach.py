@@ -80,8 +80,8 @@ def test_two_models_run_in_turns(tmp_path: Path, dense_layers: Any) -> None:
         model.attach(layers)
     for tokens in (list(range(5)), list(range(5, 12))):
         for (model, layers), want in zip(engines, expected, strict=True):
-            got = layers.step(model, {0: tokens})[0]
-            torch.testing.assert_close(got, want[tokens[0] : tokens[-1] + 1], rtol=0, atol=2e-4)
+            logits = layers.step(model, {0: tokens})[0]
+            torch.testing.assert_close(logits, want[tokens[0] : tokens[-1] + 1], rtol=0, atol=2e-4)
 
 
 def test_only_the_wanted_logits_are_computed(tmp_path: Path, dense_layers: Any) -> None:
@@ -121,8 +121,8 @@ def test_a_step_runs_in_evaluation_mode_and_gives_the_modes_back(tmp_path: Path,
     assert not torch.equal(expected, plain_logits(model)[0])
     model.model.model.decoder.layers[1].eval()
     modes = [module.training for module in model.model.modules()]
-    got = layers.step(model, {0: list(range(12))})[0]
-    torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
+    logits = layers.step(model, {0: list(range(12))})[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-4)
     assert modes == [module.training for module in model.model.modules()]
 
 

@@ -93,23 +93,25 @@ class Work(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.device.type != "meta"]
+        tensors = [
+            leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"
+        ]
         self.num_operations += 1
-        self.num_bytes += sum(each.numel() * each.element_size() for each in made)
+        self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return result
 
 
 def test_a_671b_config_is_described_without_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, make, made = write_config(tmp_path, "deepseek_v3"), torch.nn.Module.__init__, []
+    file, make, module_types = write_config(tmp_path, "deepseek_v3"), torch.nn.Module.__init__, []
 
     def make_counted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        made.append(type(module))
+        module_types.append(type(module))
         make(module, *args, **kwargs)
 
     monkeypatch.setattr(torch.nn.Module, "__init__", make_counted)
     with Work() as work:
         layers = TransformersAdapter().describe(file).layers
-    assert len(made) < 30 * 61, "the model is built once, with the experts of a layer in one module"
+    assert len(module_types) < 30 * 61, "the model is built once, with the experts of a layer in one module"
     assert work.num_operations < 300 * 61, "the model runs once"
     assert work.num_bytes < 2**20, "weights and masks of published size are on the meta device"
     assert 61 == len(layers)
@@ -160,12 +162,14 @@ def test_the_generation_config_says_what_ends_a_request(tmp_path: Path) -> None:
     assert {7, 9} == TransformersAdapter().describe(tmp_path).eos_token_ids
 
 
-@pytest.mark.parametrize(("said", "expected"), [({}, {2}), ({"eos_token_id": None}, set()), ({"eos_token_id": 5}, {5})])
+@pytest.mark.parametrize(
+    ("config", "expected"), [({}, {2}), ({"eos_token_id": None}, set()), ({"eos_token_id": 5}, {5})]
+)
 def test_a_generation_config_without_end_tokens_leaves_those_of_the_config(
-    tmp_path: Path, said: dict[str, Any], expected: set[int]
+    tmp_path: Path, config: dict[str, Any], expected: set[int]
 ) -> None:
     write_config(tmp_path, "llama", num_hidden_layers=1, eos_token_id=2)
-    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
     assert expected == TransformersAdapter().describe(tmp_path).eos_token_ids
 
 

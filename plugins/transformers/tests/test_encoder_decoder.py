@@ -73,32 +73,32 @@ def layers_of(model: EncoderDecoderModel) -> Layers:
 
 def test_whisper_alternates_full_and_cross_attention(tmp_path: Path) -> None:
     heads = {"decoder_attention_heads": 20, "encoder_attention_heads": 20}
-    found = describe(tmp_path, "whisper", d_model=1280, decoder_layers=4, **heads)
-    assert ["full_attention", "cross_attention"] * 4 == [layer.kind for layer in found.layers]
-    assert "model.decoder.layers.0.encoder_attn" == found.layers[1].name
-    assert {"num_kv_heads": 20, "head_size": 64} == found.layers[1].options
-    assert (448, {"encoder": 1500}) == (found.max_model_len, found.max_input_lens)
+    description = describe(tmp_path, "whisper", d_model=1280, decoder_layers=4, **heads)
+    assert ["full_attention", "cross_attention"] * 4 == [layer.kind for layer in description.layers]
+    assert "model.decoder.layers.0.encoder_attn" == description.layers[1].name
+    assert {"num_kv_heads": 20, "head_size": 64} == description.layers[1].options
+    assert (448, {"encoder": 1500}) == (description.max_model_len, description.max_input_lens)
 
 
 def test_bart_has_positions_for_both_sides(tmp_path: Path) -> None:
-    found = describe(tmp_path, "bart", decoder_layers=2)
-    assert (1024, {"encoder": 1024}) == (found.max_model_len, found.max_input_lens)
-    assert {0.125} == {layer.query["scale"] for layer in found.layers}
+    description = describe(tmp_path, "bart", decoder_layers=2)
+    assert (1024, {"encoder": 1024}) == (description.max_model_len, description.max_input_lens)
+    assert {0.125} == {layer.query["scale"] for layer in description.layers}
 
 
 def test_t5_adds_a_bias_by_distance_to_what_the_decoder_sees_of_itself(tmp_path: Path) -> None:
-    found = describe(tmp_path, "t5", num_layers=2)
+    description = describe(tmp_path, "t5", num_layers=2)
     bias = {"num_buckets": 32, "max_distance": 128, "bidirectional": False}
-    assert [bias, None] * 2 == [layer.query.get("relative_bias") for layer in found.layers]
-    assert {1.0} == {layer.query["scale"] for layer in found.layers}
+    assert [bias, None] * 2 == [layer.query.get("relative_bias") for layer in description.layers]
+    assert {1.0} == {layer.query["scale"] for layer in description.layers}
 
 
-@pytest.mark.parametrize(("named", "expected"), [({}, 512), ({"n_positions": 2048}, 2048)])
+@pytest.mark.parametrize(("options", "expected"), [({}, 512), ({"n_positions": 2048}, 2048)])
 def test_t5_is_as_long_as_its_config_says_or_as_it_was_trained(
-    named: dict[str, int], expected: int, tmp_path: Path
+    options: dict[str, int], expected: int, tmp_path: Path
 ) -> None:
-    found = describe(tmp_path, "t5", num_layers=1, **named)
-    assert (expected, {"encoder": expected}) == (found.max_model_len, found.max_input_lens)
+    description = describe(tmp_path, "t5", num_layers=1, **options)
+    assert (expected, {"encoder": expected}) == (description.max_model_len, description.max_input_lens)
 
 
 def test_a_model_that_only_decodes_brings_no_input(tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def test_a_model_that_only_decodes_brings_no_input(tmp_path: Path) -> None:
 
 def test_ids_are_one_input_however_they_are_given(tmp_path: Path) -> None:
     model = load(tmp_path, "bart")
-    prepared = [model.prepare_input("encoder", each) for each in (IDS, tuple(IDS), torch.tensor(IDS))]
-    assert {5} == {each.num_tokens for each in prepared if each is not None}
-    assert 1 == len({each.key for each in prepared if each is not None})
+    prepared = [model.prepare_input("encoder", ids) for ids in (IDS, tuple(IDS), torch.tensor(IDS))]
+    assert {5} == {prepared_input.num_tokens for prepared_input in prepared if prepared_input is not None}
+    assert 1 == len({prepared_input.key for prepared_input in prepared if prepared_input is not None})
     other = model.prepare_input("encoder", [*IDS[:-1], 3])
     assert other is not None
     assert prepared[0] is not None
@@ -133,15 +133,19 @@ def test_an_input_of_another_name_is_refused(tmp_path: Path) -> None:
 def test_inputs_are_encoded_as_transformers_does_and_packed_in_their_order(tmp_path: Path) -> None:
     model, sizes = load(tmp_path, "bart"), []
     plain: Any = model.model
-    inputs = [model.prepare_input("encoder", each) for each in (IDS, [7], IDS[::-1])]
+    inputs = [model.prepare_input("encoder", ids) for ids in (IDS, [7], IDS[::-1])]
     with torch.inference_mode():
-        expected = [plain.get_encoder()(input_ids=each.data[None]).last_hidden_state[0] for each in inputs if each]
+        expected = [
+            plain.get_encoder()(input_ids=prepared_input.data[None]).last_hidden_state[0]
+            for prepared_input in inputs
+            if prepared_input
+        ]
     model.attach(layers_of(model))
     encoder = plain.get_encoder()
     handle = encoder.register_forward_pre_hook(
         lambda module, args, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    model.compute_inputs({"encoder": [each for each in inputs if each is not None]})
+    model.compute_inputs({"encoder": [prepared_input for prepared_input in inputs if prepared_input is not None]})
     handle.remove()
     torch.testing.assert_close(model._states[0], torch.cat(expected), rtol=0, atol=1e-5)
     assert [(2, 5), (1, 1)] == sizes
@@ -218,11 +222,11 @@ def test_detaching_leaves_the_model_as_it_was(family: str, tmp_path: Path) -> No
     plain: Any = model.model
 
     def logits() -> torch.Tensor:
-        given = torch.ones(1, 80, 100) if family == "whisper" else torch.tensor([IDS])
+        main_input = torch.ones(1, 80, 100) if family == "whisper" else torch.tensor([IDS])
         with torch.inference_mode():
-            output = plain(**{plain.main_input_name: given}, decoder_input_ids=torch.tensor([[3, 4]]))
-        found: torch.Tensor = output.logits
-        return found
+            output = plain(**{plain.main_input_name: main_input}, decoder_input_ids=torch.tensor([[3, 4]]))
+        logits_of_plain: torch.Tensor = output.logits
+        return logits_of_plain
 
     before, implementation = logits(), plain.config._attn_implementation
     model.attach(layers_of(model))

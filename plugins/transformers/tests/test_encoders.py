@@ -139,12 +139,12 @@ def test_a_wrong_mask_is_found_by_the_self_check(tmp_path: Path, dense_layers: A
     model.attach(layers)
 
     def one_by_one(prompts: list[list[int]], last_only: bool = False) -> list[torch.Tensor]:
-        found = []
+        outputs = []
         for ids in prompts:
             # Token by token, none sees later tokens.
             layers.run_packed(model, [ids[:1]])
-            found.append(torch.cat([layers.step(model, {0: [token]})[0] for token in ids]))
-        return found
+            outputs.append(torch.cat([layers.step(model, {0: [token]})[0] for token in ids]))
+        return outputs
 
     with pytest.raises(ModelError, match=r"gives other hidden states in a packed batch than alone, from layer"):
         model.self_check(one_by_one)

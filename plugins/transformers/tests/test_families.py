@@ -43,8 +43,8 @@ def test_packed_prompts_give_the_plain_logits(family: str, saved: Any, dense_lay
     model = TransformersAdapter().load(path, device="cpu", dtype="float32")
     layers = dense_layers(model.description.layers)
     model.attach(layers)
-    got = layers.run_packed(model, prompts)
-    for want, have in zip(expected, got, strict=True):
+    outputs = layers.run_packed(model, prompts)
+    for want, have in zip(expected, outputs, strict=True):
         torch.testing.assert_close(have, want, rtol=0, atol=rounding_of(plain, prompts))
 
 
@@ -57,7 +57,7 @@ def test_chunks_of_several_requests_give_the_plain_logits(family: str, saved: An
     model = TransformersAdapter().load(path, device="cpu", dtype="float32")
     layers = dense_layers(model.description.layers)
     model.attach(layers)
-    got: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    outputs: dict[int, list[torch.Tensor]] = {0: [], 1: []}
     for step in (
         {0: first[:7]},
         {0: first[7:8], 1: second[:10]},
@@ -66,9 +66,9 @@ def test_chunks_of_several_requests_give_the_plain_logits(family: str, saved: An
         {0: first[19:]},
     ):
         for request, logits in layers.step(model, step).items():
-            got[request].append(logits)
+            outputs[request].append(logits)
     for request, want in enumerate(expected):
-        torch.testing.assert_close(torch.cat(got[request]), want, rtol=0, atol=rounding_of(plain, [first, second]))
+        torch.testing.assert_close(torch.cat(outputs[request]), want, rtol=0, atol=rounding_of(plain, [first, second]))
 
 
 @pytest.mark.parametrize("family", CHECKED)

@@ -18,12 +18,12 @@ LOWEST = float(torch.finfo(torch.float32).min)
 def test_values_follow_views_and_changes_in_place() -> None:
     values = KnownValues()
     with values, torch.device("meta"):
-        made = torch.arange(6).view(2, 3)
-        made[0] += 10
-        column = made[:, 1:].t().contiguous()
-    known = values.value_of(column)
-    assert known is not None
-    assert [[11, 4], [12, 5]] == known.tolist()
+        tensor = torch.arange(6).view(2, 3)
+        tensor[0] += 10
+        column = tensor[:, 1:].t().contiguous()
+    value = values.value_of(column)
+    assert value is not None
+    assert [[11, 4], [12, 5]] == value.tolist()
 
 
 def test_what_depends_on_a_weight_or_on_chance_is_not_known() -> None:
@@ -31,8 +31,8 @@ def test_what_depends_on_a_weight_or_on_chance_is_not_known() -> None:
     with values, torch.device("meta"):
         changed = torch.zeros(3)
         changed += torch.empty(3)
-        made = [torch.empty(3), torch.rand(3), torch.zeros(3) + torch.empty(3), changed, changed[1:]]
-    assert [None] * len(made) == [values.value_of(each) for each in made]
+        tensors = [torch.empty(3), torch.rand(3), torch.zeros(3) + torch.empty(3), changed, changed[1:]]
+    assert [None] * len(tensors) == [values.value_of(tensor) for tensor in tensors]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_keys_are_visible_if_their_scores_stay(expected: torch.Tensor | None, ch
 
 def described(folder: Path, family: str, **overrides: Any) -> set[tuple[str, int | None]]:
     AutoConfig.for_model(family, **overrides).save_pretrained(folder)
-    return {(each.kind, each.options.get("window")) for each in TransformersAdapter().describe(folder).layers}
+    return {(layer.kind, layer.options.get("window")) for layer in TransformersAdapter().describe(folder).layers}
 
 
 def test_the_local_layers_of_gpt_neo_see_windows(tmp_path: Path) -> None:

@@ -57,11 +57,11 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     assert "no file named model.safetensors" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("kept", [0, 4, 100, 20000])
-def test_a_truncated_file_is_refused(kept: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_bytes", [0, 4, 100, 20000])
+def test_a_truncated_file_is_refused(num_bytes: int, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:kept])
+    file.write_bytes(file.read_bytes()[:num_bytes])
     assert refusal(tmp_path).startswith(f"the weights of {tmp_path} cannot be loaded: ")
 
 
@@ -129,21 +129,21 @@ def test_of_several_processes_each_loads_its_share_of_a_model_unless_one_runs_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny(tmp_path, "llama")
-    given = []
+    options_of_calls = []
 
     def without_other_processes(*arguments: Any, **options: Any) -> Any:
-        given.append(sorted(options))
+        options_of_calls.append(sorted(options))
         return load_weights(*arguments)
 
     monkeypatch.setattr("kvframe_transformers.adapter.load_weights", without_other_processes)
     monkeypatch.setenv("WORLD_SIZE", "2")
     # A torch that was built for GPUs names one on a machine without any.
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: None)
-    whole = TransformersAdapter().describe(tmp_path)
+    description = TransformersAdapter().describe(tmp_path)
     share = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
     alone = TransformersAdapter().load_whole(tmp_path, device="cpu", dtype="bfloat16")
-    assert [["distributed_config"], []] == given
-    assert whole == alone.description != share.description
+    assert [["distributed_config"], []] == options_of_calls
+    assert description == alone.description != share.description
     assert isinstance(alone, TransformersModel)
     assert torch.bfloat16 == alone.model.dtype
     with pytest.raises(ModelError, match="is a config without weights"):

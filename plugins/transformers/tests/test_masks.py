@@ -14,13 +14,13 @@ def test_a_causal_mask_is_full_attention() -> None:
 
 
 def test_a_sliding_mask_is_a_window_of_its_size() -> None:
-    found = classify_mask(masking_utils.sliding_window_causal_mask_function(12), 100)
-    assert ("sliding_window", {"window": 12}) == (found.kind, found.options)
+    mask = classify_mask(masking_utils.sliding_window_causal_mask_function(12), 100)
+    assert ("sliding_window", {"window": 12}) == (mask.kind, mask.options)
 
 
 def test_a_window_longer_than_the_model_is_still_a_window() -> None:
-    found = classify_mask(masking_utils.sliding_window_causal_mask_function(4096), 100, local_size=4096)
-    assert ("sliding_window", {"window": 4096}) == (found.kind, found.options)
+    mask = classify_mask(masking_utils.sliding_window_causal_mask_function(4096), 100, local_size=4096)
+    assert ("sliding_window", {"window": 4096}) == (mask.kind, mask.options)
 
 
 def test_a_window_of_one_token_is_not_chunks_of_one_token() -> None:
@@ -29,26 +29,26 @@ def test_a_window_of_one_token_is_not_chunks_of_one_token() -> None:
 
 def test_a_chunked_mask_is_chunks_of_its_size() -> None:
     function = masking_utils.chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64))
-    found = classify_mask(function, 100, local_size=16)
-    assert ("chunked_local", {"chunk": 16}) == (found.kind, found.options)
+    mask = classify_mask(function, 100, local_size=16)
+    assert ("chunked_local", {"chunk": 16}) == (mask.kind, mask.options)
 
 
 def test_a_chunked_mask_over_tensors_without_data_is_known_by_the_config() -> None:
     function = masking_utils.chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64, device="meta"))
-    found = classify_mask(function, 100, local_size=16, chunk_size=16)
-    assert ("chunked_local", {"chunk": 16}) == (found.kind, found.options)
+    mask = classify_mask(function, 100, local_size=16, chunk_size=16)
+    assert ("chunked_local", {"chunk": 16}) == (mask.kind, mask.options)
 
 
 def test_a_bidirectional_mask_is_unknown() -> None:
-    found = classify_mask(masking_utils.bidirectional_mask_function, 100)
-    assert (None, "looks at tokens that come later (bidirectional attention)") == (found.kind, found.why)
-    assert (True, {}) == (found.is_bidirectional, found.options)
+    mask = classify_mask(masking_utils.bidirectional_mask_function, 100)
+    assert (None, "looks at tokens that come later (bidirectional attention)") == (mask.kind, mask.why)
+    assert (True, {}) == (mask.is_bidirectional, mask.options)
 
 
 def test_a_window_in_both_directions_has_two_sizes() -> None:
-    found = classify_mask(masking_utils.sliding_window_bidirectional_mask_function(4), 100)
-    assert (None, True, {"window": 5, "lookahead": 4}) == (found.kind, found.is_bidirectional, found.options)
-    assert "but not at all of them (a window in both directions)" in found.why
+    mask = classify_mask(masking_utils.sliding_window_bidirectional_mask_function(4), 100)
+    assert (None, True, {"window": 5, "lookahead": 4}) == (mask.kind, mask.is_bidirectional, mask.options)
+    assert "but not at all of them (a window in both directions)" in mask.why
 
 
 def test_a_window_in_both_directions_may_reach_further_to_one_side() -> None:
@@ -65,25 +65,25 @@ def test_later_tokens_that_are_no_window_are_unknown() -> None:
     def every_second(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return (query - key) % 2 == 0
 
-    found = [classify_mask(function, 100) for function in (in_blocks, every_second)]
-    assert [False, False] == [each.is_bidirectional for each in found]
-    assert "but not at all of them, and not in a window" in found[0].why
-    assert "with gaps between them" in found[1].why
+    masks = [classify_mask(function, 100) for function in (in_blocks, every_second)]
+    assert [False, False] == [mask.is_bidirectional for mask in masks]
+    assert "but not at all of them, and not in a window" in masks[0].why
+    assert "with gaps between them" in masks[1].why
 
 
 def test_a_mask_with_gaps_is_unknown() -> None:
     def every_second(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return (key <= query) & ((query - key) % 2 == 0)
 
-    found = classify_mask(every_second, 100)
-    assert (None, "has a mask with gaps: position 2 sees 2 tokens of [0, 2]") == (found.kind, found.why)
+    mask = classify_mask(every_second, 100)
+    assert (None, "has a mask with gaps: position 2 sees 2 tokens of [0, 2]") == (mask.kind, mask.why)
 
 
 def test_a_mask_that_reads_the_models_inputs_is_unknown() -> None:
     function = masking_utils.packed_sequence_mask_function(torch.zeros(1, 4, dtype=torch.int64, device="meta"))
     assert (None, "has a mask that depends on the model's inputs") == (
-        (found := classify_mask(function, 100)).kind,
-        found.why,
+        (mask := classify_mask(function, 100)).kind,
+        mask.why,
     )
 
 

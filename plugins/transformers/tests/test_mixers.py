@@ -38,8 +38,8 @@ def test_padded_rows_are_zero_and_write_nothing(tmp_path: Path, dense_layers: An
     model, layers = attached(tmp_path, "mamba2", dense_layers)
     name, state = next(iter(layers.states.items()))
     first = StateRun(0, 3, None, (2, 0))
-    one = torch.tensor([3])
-    last = StateRound(one, one, one * 0, one, one * 0)
+    index = torch.tensor([3])
+    last = StateRound(index, index, index * 0, index, index * 0)
     for tensor in state.pages.values():
         tensor[3] = 0
     state.step = StateStep((last,), (first,))
@@ -50,8 +50,8 @@ def test_padded_rows_are_zero_and_write_nothing(tmp_path: Path, dense_layers: An
     assert (1, 6, 64) == output.shape
     assert bool((output[0, :4] != 0).any(-1).all())
     assert bool((output[0, 4:] == 0).all())
-    written = [{page for page in range(9) if not tensor[page].isnan().any()} for tensor in state.pages.values()]
-    assert [{2, 3}, {2, 3}] == written
+    written_pages = [{page for page in range(9) if not tensor[page].isnan().any()} for tensor in state.pages.values()]
+    assert [{2, 3}, {2, 3}] == written_pages
 
 
 def test_a_page_that_nobody_wrote_is_not_read_by_a_first_token(tmp_path: Path, dense_layers: Any) -> None:
@@ -88,13 +88,13 @@ def test_a_continued_scan_gives_what_token_after_token_gives(family: str, before
     tokens = torch.randn(1, before + after, 64, generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         view, other = StateView(), StateView()
-        for each in (view, other):
-            mixer(tokens[:, :before], **{call.cache: each})
+        for state_view in (view, other):
+            mixer(tokens[:, :before], **{call.cache: state_view})
         rest = tokens[:, before:]
         expected = torch.cat([mixer(token, **{call.cache: view}) for token in rest.split(1, dim=1)], dim=1)
-        found = scan(other, hidden_states=rest, **{call.cache: other})
-        assert isinstance(found, torch.Tensor)
-        assert relative_difference(found, expected) < 1e-5
+        output = scan(other, hidden_states=rest, **{call.cache: other})
+        assert isinstance(output, torch.Tensor)
+        assert relative_difference(output, expected) < 1e-5
         for name, state in view.named().items():
             assert relative_difference(other.named()[name], state) < 1e-5
         # The module itself still starts without a state.
@@ -108,12 +108,12 @@ def test_a_scan_that_cannot_be_continued_goes_on_token_by_token(
     model, layers = attached(tmp_path, "jamba", dense_layers)
     assert {"_token_by_token"} == {driver._continue.__name__ for driver in model._drivers.values()}
     tokens = list(range(20, 40))
-    found = [layers.step(model, {0: piece})[0] for piece in (tokens[:7], tokens[7:19], tokens[19:])]
+    outputs = [layers.step(model, {0: piece})[0] for piece in (tokens[:7], tokens[7:19], tokens[19:])]
     model.detach()
     with torch.inference_mode():
         expected = model.model(torch.tensor([tokens])).logits[0]
     # Ten times the largest difference that was measured.
-    torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=4e-4)
+    torch.testing.assert_close(torch.cat(outputs), expected, rtol=0, atol=4e-4)
 
 
 def test_states_of_another_shape_than_planned_are_refused(tmp_path: Path, dense_layers: Any) -> None:

@@ -57,8 +57,8 @@ def test_the_attention_that_a_checkpoint_names_is_not_used(field: str, value: An
 def test_the_attention_that_a_part_of_a_checkpoint_names_is_not_used(tmp_path: Path) -> None:
     save_tiny(tmp_path, "t5gemma")
     sides = json.loads((tmp_path / "config.json").read_text())
-    named = {"attn_implementation": "a-stranger/kernel"}
-    change(tmp_path / "config.json", **{side: sides[side] | named for side in ("encoder", "decoder")})
+    setting = {"attn_implementation": "a-stranger/kernel"}
+    change(tmp_path / "config.json", **{side: sides[side] | setting for side in ("encoder", "decoder")})
     load(tmp_path)
 
 

@@ -32,8 +32,8 @@ def model_of(family: str) -> Any:
 def test_the_outermost_modules_with_states_are_found(family: str, names: list[str]) -> None:
     model = model_of(family)
     paths = {module: path for path, module in model.named_modules()}
-    found = [paths[module].rstrip("0123456789.").rpartition(".")[2] for module in keeping_own_states(model)]
-    assert names == sorted(set(found))
+    module_names = [paths[module].rstrip("0123456789.").rpartition(".")[2] for module in keeping_own_states(model)]
+    assert names == sorted(set(module_names))
 
 
 def test_states_in_attributes_continue_a_sequence_and_leave_the_module_as_it_was() -> None:
@@ -44,12 +44,14 @@ def test_states_in_attributes_continue_a_sequence_and_leave_the_module_as_it_was
     tokens, positions = torch.randn(1, 6, model.config.hidden_size), torch.arange(6).unsqueeze(0)
     module.conv1d_state = "the user's"
     with torch.inference_mode():
-        whole = forward(input_states=tokens, position_ids=positions, attention_mask=None, **{HELD: StateView()})[0]
+        full_output = forward(input_states=tokens, position_ids=positions, attention_mask=None, **{HELD: StateView()})[
+            0
+        ]
         view, outputs = StateView(), []
         for at in range(6):
             part = {"input_states": tokens[:, at : at + 1], "position_ids": positions[:, at : at + 1]}
             outputs.append(forward(**part, attention_mask=None, **{HELD: view})[0])
-    torch.testing.assert_close(torch.cat(outputs, 1), whole)
+    torch.testing.assert_close(torch.cat(outputs, 1), full_output)
     assert {"conv_0", "recurrent_0"} == set(view.named())
     assert "the user's" == module.conv1d_state
     assert module.rg_lru.recurrent_states is None
@@ -61,9 +63,9 @@ def test_states_in_an_argument_continue_a_sequence() -> None:
     assert forward is not None
     tokens, view = torch.randn(1, 6, model.config.hidden_size), StateView()
     with torch.inference_mode():
-        whole = forward(x=tokens, **{PASSED: StateView()})[0]
+        full_output = forward(x=tokens, **{PASSED: StateView()})[0]
         parts = [forward(x=tokens[:, at : at + 1], **{PASSED: view})[0] for at in range(6)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.cat(parts, 1), full_output, rtol=1e-4, atol=1e-4)
     assert ["recurrent_0", "recurrent_1", "recurrent_2"] == sorted(view.named())
 
 
@@ -74,9 +76,9 @@ def test_a_block_of_rwkv_continues_each_sequence_of_a_batch() -> None:
     assert forward is not None
     tokens, view = torch.randn(3, 6, model.config.hidden_size), StateView()
     with torch.inference_mode():
-        whole = forward(hidden=tokens, **{PASSED: StateView()})[0]
+        full_output = forward(hidden=tokens, **{PASSED: StateView()})[0]
         parts = [forward(hidden=tokens[:, at : at + 1], **{PASSED: view})[0] for at in range(6)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.cat(parts, 1), full_output, rtol=1e-4, atol=1e-4)
     assert [(3, 64)] * 5 == [tuple(state.shape) for state in view.named().values()]
 
 

@@ -29,18 +29,18 @@ def stack_of(**settings: Any) -> Stack:
 def packs(engine: Engine) -> bool:
     """Return whether every linear layer of an engine's model is packed in a step; if not, none is."""
     model: Any = engine.model
-    linear, found = [module for module in model.model.modules() if type(module) is nn.Linear], []
+    linear, patched = [module for module in model.model.modules() if type(module) is nn.Linear], []
     run = model._run
 
     def noting(*args: Any, **kwargs: Any) -> Any:
-        found.append({"forward" in vars(module) for module in linear})
+        patched.append({"forward" in vars(module) for module in linear})
         return run(*args, **kwargs)
 
     model._run = noting
     engine.generate([[3, 4]], SamplingParams(max_new_tokens=1))
     assert not any("forward" in vars(module) for module in linear)
-    assert found in ([{True}], [{False}])
-    return found == [{True}]
+    assert patched in ([{True}], [{False}])
+    return patched == [{True}]
 
 
 PACKED_DTYPES = [torch.float32, *([torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
@@ -80,8 +80,8 @@ def test_layers_with_one_input_share_a_multiplication(dtype: torch.dtype) -> Non
         packed = PackedLinears(layers, [(first, second)])  # type: ignore[list-item]
         assert (3, 2) == (len(packed), packed.num_products)
         packed.switch_on()
-        for found, wanted in zip([layer(rows) for layer in layers], expected, strict=True):
-            torch.testing.assert_close(found, wanted)
+        for output, expected_output in zip([layer(rows) for layer in layers], expected, strict=True):
+            torch.testing.assert_close(output, expected_output)
         # Each layer multiplies its own input, in any order of calls, also if the others got another input.
         torch.testing.assert_close(second(others), of_others[1])
         torch.testing.assert_close(first(rows), expected[0])

@@ -29,10 +29,10 @@ def logits_of(path: Path, dense_layers: Any) -> tuple[TransformersModel, list[to
     assert isinstance(model, TransformersModel)
     layers = dense_layers(model.description.layers)
     model.attach(layers)
-    found = [*layers.step(model, {0: [5, 6, 7, 8], 1: [9, 3]}).values()]
+    outputs = [*layers.step(model, {0: [5, 6, 7, 8], 1: [9, 3]}).values()]
     for token in (11, 12, 13):
-        found += layers.step(model, {0: [token], 1: [token + 7]}).values()
-    return model, found
+        outputs += layers.step(model, {0: [token], 1: [token + 7]}).values()
+    return model, outputs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -43,9 +43,9 @@ def test_a_token_gives_what_it_gives_without_kernels(
     plain, expected = logits_of(tmp_path, dense_layers)
     assert all(driver._paged_step is None for driver in plain._drivers.values())
     monkeypatch.setattr(mixers, "kernels_run_on", lambda device: True)
-    model, found = logits_of(tmp_path, dense_layers)
+    model, outputs = logits_of(tmp_path, dense_layers)
     assert all(driver._paged_step is not None for driver in model._drivers.values())
-    for logits, reference in zip(found, expected, strict=True):
+    for logits, reference in zip(outputs, expected, strict=True):
         # Ten times the largest difference that was measured.
         torch.testing.assert_close(logits, reference, rtol=2e-4, atol=2e-4)
 

@@ -64,8 +64,8 @@ def test_kept_rows_have_the_logits_of_a_step_with_all(
     model = load(tmp_path, family)
     expected = attached(model, dense_layers).run_batch(model, BATCH)[kept_rows]
     model.detach()
-    got = attached(model, dense_layers).run_batch(model, BATCH, kept_rows)
-    torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
+    logits = attached(model, dense_layers).run_batch(model, BATCH, kept_rows)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,26 +77,26 @@ def test_later_steps_read_what_skipped_layers_never_computed(family: str, tmp_pa
     model.detach()
     layers = attached(model, dense_layers)
     layers.run_batch(model, BATCH, [33])
-    got = layers.run_batch(model, {0: [3], 1: [4, 5, 6], 2: [8]}, [0, 3, 4])
-    torch.testing.assert_close(got, expected[[0, 3, 4]], rtol=0, atol=2e-4)
+    logits = layers.run_batch(model, {0: [3], 1: [4, 5, 6], 2: [8]}, [0, 3, 4])
+    torch.testing.assert_close(logits, expected[[0, 3, 4]], rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_everything_in_the_skipped_blocks_sees_only_kept_rows(family: str, tmp_path: Path, dense_layers: Any) -> None:
     model = load(tmp_path, family)
     layers = attached(model, dense_layers)
-    seen: set[torch.Size] = set()
+    shapes: set[torch.Size] = set()
     for block in model.model.model.layers[4:]:
         for module in block.modules():
             module.register_forward_hook(
-                lambda module, args, kwargs, out: seen.update(
+                lambda module, args, kwargs, out: shapes.update(
                     x.shape for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)
                 ),
                 with_kwargs=True,
             )
     layers.run_batch(model, BATCH, [8, 32, 33])
-    assert any(3 in shape for shape in seen)
-    assert set() == {shape for shape in seen if NUM_ROWS in shape}
+    assert any(3 in shape for shape in shapes)
+    assert set() == {shape for shape in shapes if NUM_ROWS in shape}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,8 +127,8 @@ def test_compiled_steps_have_the_logits_of_the_kept_rows(family: str, tmp_path: 
     assert model.compiled is not None
     num_rows: set[int] = set()
     model.compiled.keeping = counting(model.compiled.keeping, num_rows)  # type: ignore[method-assign]
-    for wanted, step in zip(expected, steps, strict=True):
-        torch.testing.assert_close(layers.run_batch(model, *step), wanted, rtol=0, atol=2e-4)
+    for expected_logits, step in zip(expected, steps, strict=True):
+        torch.testing.assert_close(layers.run_batch(model, *step), expected_logits, rtol=0, atol=2e-4)
     assert ({1, 3}, 0) == (num_rows, model.compiled.num_graph_breaks)
 
 
@@ -151,14 +151,14 @@ def test_compiled_blocks_that_are_not_chained_compute_and_refuse_what_others_do(
     cutter = RowCutter(tuple(body.blocks))
     compiled = CompiledBody(body, {}, "eager", cutter)
 
-    def run(kept: list[int]) -> torch.Tensor:
-        kept_rows = torch.tensor(kept)
+    def run(row_indices: list[int]) -> torch.Tensor:
+        kept_rows = torch.tensor(row_indices)
         with torch.inference_mode(), running(RunningStep({}, torch.arange(5), kept_rows)):
             output: torch.Tensor = compiled.keeping(kept_rows)(input_ids=rows)
             return output
 
-    for kept in ([1, 4], [3], [0, 2, 3]):
-        torch.testing.assert_close(run(kept), expected[:, kept])
+    for row_indices in ([1, 4], [3], [0, 2, 3]):
+        torch.testing.assert_close(run(row_indices), expected[:, row_indices])
     # Such code serves any number of rows, so it returns to Python, which sees whether this step's can be distinguished.
     compiled.note_probe()
     assert compiled.num_graph_breaks > 0
@@ -206,9 +206,9 @@ def test_layers_that_cannot_be_skipped_are_refused(tmp_path: Path, dense_layers:
 
 def test_a_model_that_needs_all_rows_behind_its_layers_is_refused(tmp_path: Path, dense_layers: Any) -> None:
     model = load(tmp_path, "gemma4_text")
-    seen: list[torch.Tensor] = []
-    model.model.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(out))
-    model.model.model.norm.register_forward_pre_hook(lambda module, args: (args[0] + seen[-1],))
+    embeddings: list[torch.Tensor] = []
+    model.model.model.embed_tokens.register_forward_hook(lambda module, args, out: embeddings.append(out))
+    model.model.model.norm.register_forward_pre_hook(lambda module, args: (args[0] + embeddings[-1],))
     with pytest.raises(ModelError, match="it gave 3 logits in a step of three tokens that keeps one"):
         attached(model, dense_layers)
 
@@ -314,5 +314,5 @@ def test_temperatures_and_complex_rotations_are_those_of_the_kept_rows(tmp_path:
     expected = attached(model, dense_layers, ()).run_batch(model, BATCH)
     model.detach()
     layers = attached(model, dense_layers, [layer.name for layer in sharing])
-    got = layers.run_batch(model, BATCH, [8, 32, 33])
-    torch.testing.assert_close(got, expected[[8, 32, 33]], rtol=0, atol=2e-4)
+    logits = layers.run_batch(model, BATCH, [8, 32, 33])
+    torch.testing.assert_close(logits, expected[[8, 32, 33]], rtol=0, atol=2e-4)

@@ -86,5 +86,5 @@ def test_one_token_is_scaled_by_its_position_not_by_its_place_in_the_batch(
     layers = dense_layers(model.description.layers)
     model.attach(layers)
     layers.step(model, {0: tokens[:29], 1: tokens[:12]})
-    got = layers.step(model, {1: tokens[12:13], 0: tokens[29:]})
-    torch.testing.assert_close(torch.cat([got[1], got[0]]), expected[[12, 29]], rtol=0, atol=2e-4)
+    logits = layers.step(model, {1: tokens[12:13], 0: tokens[29:]})
+    torch.testing.assert_close(torch.cat([logits[1], logits[0]]), expected[[12, 29]], rtol=0, atol=2e-4)

@@ -29,21 +29,21 @@ class Noting(TorchDispatchMode):
 def number_of(make: Callable[[], torch.Tensor]) -> Any:
     uniform = UniformTensors()
     with Noting(uniform), torch.device("meta"):
-        made = make()
-    number = uniform.number_of(made)
+        tensor = make()
+    number = uniform.number_of(tensor)
     return None if number is None else number.item()
 
 
 def changed_in_place() -> torch.Tensor:
-    made = torch.zeros(2, 3)
-    made[:, 0] = 1
-    return made
+    tensor = torch.zeros(2, 3)
+    tensor[:, 0] = 1
+    return tensor
 
 
 def unchanged_in_place() -> torch.Tensor:
-    made = torch.zeros(2, 3, dtype=torch.bool)
-    made[..., 0] = False
-    return made
+    tensor = torch.zeros(2, 3, dtype=torch.bool)
+    tensor[..., 0] = False
+    return tensor
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_a_number_is_known_only_if_all_numbers_are_the_same(expected: Any, make:
 def test_a_known_number_is_found_at_any_index() -> None:
     uniform = UniformTensors()
     with Noting(uniform), torch.device("meta"):
-        known, unknown = torch.full([1, 4], -1), torch.empty(1, 4)
+        uniform_tensor, unknown = torch.full([1, 4], -1), torch.empty(1, 4)
     zero, far = torch.tensor(0), torch.arange(100, 103)
     with AnyIndex(uniform):
-        assert [-1, -1, -1] == known[zero, far].tolist()
+        assert [-1, -1, -1] == uniform_tensor[zero, far].tolist()
         assert unknown[zero, far].is_meta

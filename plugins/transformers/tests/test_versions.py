@@ -49,8 +49,8 @@ def load_adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_all_that_is_imported_of_transformers_is_in_the_list_of_names() -> None:
-    listed = (name.partition(":") for name in NAMES)
-    roots = {":".join((module, name.split(".")[0])) for module, _, name in listed}
+    paths = (name.partition(":") for name in NAMES)
+    roots = {":".join((module, name.split(".")[0])) for module, _, name in paths}
     assert roots - IMITATED == {name for path in SOURCES for name in imported(path)}
 
 

@@ -79,10 +79,10 @@ def test_bytes_that_are_no_character_come_out_while_others_follow() -> None:
 
 @given(prompt=st.binary(max_size=30), rest=st.binary(max_size=60), lengths=st.lists(st.integers(1, 40), max_size=10))
 def test_bytes_have_the_text_that_they_have_at_once(prompt: bytes, rest: bytes, lengths: list[int]) -> None:
-    before, whole = decode_bytes(prompt), decode_bytes(prompt + rest)
-    kept = before.rstrip("\N{REPLACEMENT CHARACTER}")
-    incomplete = before[len(kept) :]
-    expected = whole[len(kept) :]
+    before, text = decode_bytes(prompt), decode_bytes(prompt + rest)
+    complete = before.rstrip("\N{REPLACEMENT CHARACTER}")
+    incomplete = before[len(complete) :]
+    expected = text[len(complete) :]
     while incomplete and expected[:1] == incomplete[0]:
         incomplete, expected = incomplete[1:], expected[1:]
     assert expected == text_of(decode_bytes, prompt, rest, lengths)

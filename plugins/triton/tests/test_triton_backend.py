@@ -104,9 +104,9 @@ class TestTriton(BackendTests):
             for check in reversed(checks.checks)
             if "-host=" in check.name and "long_ranges" not in check.name
         }
-        chosen = tuple(check for check in checks.checks if check.name in (*USUAL, *hosts.values()))
-        assert len(chosen) == len(USUAL) + len(LAYOUTS)
-        return attrs.evolve(checks, checks=chosen)
+        selection = tuple(check for check in checks.checks if check.name in (*USUAL, *hosts.values()))
+        assert len(selection) == len(USUAL) + len(LAYOUTS)
+        return attrs.evolve(checks, checks=selection)
 
 
 @pytest.mark.gpu
@@ -120,26 +120,28 @@ class TestTritonOnAGpu(BackendTests):
         """Return every case and run, and large values where nothing is live in a sample of the cases."""
         checks = super().make_checks(whole=whole)
         large = {f"{case.name}-large_values" for case in FEW}
-        chosen = [each for each in checks.checks if each.name in large or not each.name.endswith("-large_values")]
-        return attrs.evolve(checks, checks=tuple(chosen))
+        selection = [
+            check for check in checks.checks if check.name in large or not check.name.endswith("-large_values")
+        ]
+        return attrs.evolve(checks, checks=tuple(selection))
 
 
 @pytest.mark.whole
 def test_what_is_always_computed_of_the_grid_has_every_variant_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: set[object] = set()
+    launches: set[object] = set()
 
     def note(launch: Launch) -> None:
         name, arguments = launch.kernel.__name__, launch.arguments
-        found.update((name, constant, str(arguments[constant])) for constant in arguments if constant.isupper())
+        launches.update((name, constant, str(arguments[constant])) for constant in arguments if constant.isupper())
         if "query" in arguments:
-            found.add((name, arguments["FORMAT"], arguments["query"].dtype))
+            launches.add((name, arguments["FORMAT"], arguments["query"].dtype))
 
     def variants(cases: Sequence[Case]) -> set[object]:
-        found.clear()
+        launches.clear()
         for case in cases:
             with contextlib.suppress(ConformanceError):  # no kernel runs
                 check_backend(TritonBackend, case, poison=0.0)
-        return set(found)
+        return set(launches)
 
     monkeypatch.setattr(Launch, "run", note)
     assert variants(CASES) == variants(FEW)
@@ -236,9 +238,9 @@ def test_layers_that_differ_in_what_does_not_cut_a_step_share_their_metadata() -
     ),
 )
 def test_chosen_tokens_are_read_in_every_format(kv_format: str, choice: dict[str, int]) -> None:
-    stored = load_plugins().registry.formats.load(kv_format)()
-    chosen = layer(choice=choice, format=stored)
-    check_backend(TritonBackend, Case(name=kv_format, layer=chosen, requests=(Request(20, 1), Request(3, 6))))
+    stored_format = load_plugins().registry.formats.load(kv_format)()
+    choosing_layer = layer(choice=choice, format=stored_format)
+    check_backend(TritonBackend, Case(name=kv_format, layer=choosing_layer, requests=(Request(20, 1), Request(3, 6))))
 
 
 @interpreted

@@ -23,11 +23,11 @@ def start_server() -> Iterator[Start]:
         pytest.skip(MISSING)
     with ExitStack() as servers:
 
-        def start(*options: str, **named: Any) -> StoreServer:
+        def start(*options: str, **settings: Any) -> StoreServer:
             # A path of pytest's may be too long for a socket.
             folder = Path(tempfile.mkdtemp(prefix="kvframe-"))
             servers.callback(shutil.rmtree, folder, ignore_errors=True)
-            return servers.enter_context(StoreServer(folder, *options, **named))
+            return servers.enter_context(StoreServer(folder, *options, **settings))
 
         yield start
 

@@ -44,8 +44,8 @@ def refusal_of(**options: Any) -> str:
     """Return the error of a store that cannot be opened, which must show no password."""
     with pytest.raises(ServerError) as failure:
         ValkeyStore(**{"timeout": 30, **options}).open(ORIGIN)
-    shown = "".join(traceback.format_exception(failure.value))
-    assert not [secret for secret in (SECRET, QUOTED, USER_PASSWORD, "wrong-password") if secret in shown]
+    report = "".join(traceback.format_exception(failure.value))
+    assert not [secret for secret in (SECRET, QUOTED, USER_PASSWORD, "wrong-password") if secret in report]
     return str(failure.value)
 
 
@@ -54,7 +54,7 @@ def guarded(start_server: Start) -> StoreServer:
     """Return a server with a password for the default user, and users with few permissions."""
     rules = [(*USER_RULES, *(f"+{command}" for command in COMMANDS))]
     rules += [
-        ("user", f"without_{command}", *USER_RULES[2:], *(f"+{each}" for each in COMMANDS if each != command))
+        ("user", f"without_{command}", *USER_RULES[2:], *(f"+{granted}" for granted in COMMANDS if granted != command))
         for command in COMMANDS
     ]
     return start_server("--requirepass", SECRET, *(text for rule in rules for text in ("--" + rule[0], *rule[1:])))

@@ -77,9 +77,9 @@ def test_records_that_another_client_replaced_are_refused_and_stored_again(
         assert engine.flush_page_stores()
     for _ in range(3):
         with start_engine(llama, server) as engine:
-            found = restored(engine, expected)
+            num_restored = restored(engine, expected)
             assert engine.flush_page_stores()
-    assert min(found) > 0
+    assert min(num_restored) > 0
 
 
 @pytest.mark.parametrize("fault", ["stop", "pause"])
@@ -102,11 +102,11 @@ def test_a_server_that_fails_while_engines_run_costs_hits_only(
             own_server.resume()
         for _ in range(20):
             engine.reset_prefix_cache()
-            found = restored(engine, expected)
+            num_restored = restored(engine, expected)
             engine.flush_page_stores()
-            if min(found) > 0:
+            if min(num_restored) > 0:
                 break
-        assert min(found) > 0
+        assert min(num_restored) > 0
 
 
 def test_the_server_sees_neither_tokens_nor_the_key(llama: TinyModel, server: StoreServer) -> None:

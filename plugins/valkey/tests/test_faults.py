@@ -199,10 +199,10 @@ def network(server: StoreServer, answer: Callable[[socket.socket, bytes], None])
     try:
         yield listener.getsockname()[1]
     finally:
-        for each in sockets:
+        for client in sockets:
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+                client.shutdown(socket.SHUT_RDWR)
+            client.close()
 
 
 def test_a_server_that_sends_a_few_bytes_at_a_time_ends_a_read_within_the_timeout(
@@ -312,9 +312,9 @@ def test_a_writer_that_is_killed_leaves_whole_records_only(
 
 def limit_memory(server: StoreServer, num_bytes: int, policy: str) -> None:
     with server.client() as client:
-        used = client.info("memory")["used_memory"]
+        used_memory = client.info("memory")["used_memory"]
         client.config_set("maxmemory-policy", policy)
-        client.config_set("maxmemory", used + num_bytes)
+        client.config_set("maxmemory", used_memory + num_bytes)
 
 
 def test_a_full_server_refuses_records_with_a_sentence_and_serves_those_it_has(

@@ -39,4 +39,4 @@ class TestValkey(PageStoreTests):
     def make_checks(self, *, whole: bool) -> Checks:
         """Leave out killed writers: what they sent may reach the server between a find and a read (test_faults)."""
         checks = super().make_checks(whole=whole)
-        return attrs.evolve(checks, checks=[each for each in checks.checks if not each.name.startswith("killed")])
+        return attrs.evolve(checks, checks=[check for check in checks.checks if not check.name.startswith("killed")])

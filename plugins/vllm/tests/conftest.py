@@ -165,16 +165,16 @@ def serve(
     model: Path, settings: dict[str, Any], stack: str | None, plugins: list[Path] | None = None, **variables: str
 ) -> dict[str, Any]:
     """Return what the script reports."""
-    done = start(model, settings, stack, plugins, **variables)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return result_of(done)
+    process = start(model, settings, stack, plugins, **variables)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return result_of(process)
 
 
-def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def result_of(process: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     """Return what a run of the script reported."""
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-    return found
+    (line,) = [line for line in process.stdout.splitlines() if line.startswith("RESULT ")]
+    result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return result
 
 
 def on_path(folders: list[Path]) -> str:
@@ -213,11 +213,11 @@ def dense_tokens(folder: Path, prompts: list[list[int]], num_new: int, lives: li
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.eval()
-    most = max(map(len, prompts)) + num_new
+    max_tokens = max(map(len, prompts)) + num_new
     masks = []
     for live in lives:
-        mask = torch.full((most, most), float("-inf")).fill_diagonal_(0.0)
-        for n in range(most):
+        mask = torch.full((max_tokens, max_tokens), float("-inf")).fill_diagonal_(0.0)
+        for n in range(max_tokens):
             for start, stop in live(n):
                 mask[n, start:stop] = 0.0
         masks.append(mask)
@@ -231,14 +231,14 @@ def dense_tokens(folder: Path, prompts: list[list[int]], num_new: int, lives: li
 
     for layer, mask in zip(model.model.layers, masks, strict=True):
         layer.self_attn.register_forward_pre_hook(give(mask), with_kwargs=True)
-    found = []
+    outputs = []
     with torch.no_grad():
         for prompt in prompts:
             tokens = list(prompt)
             for _ in range(num_new):
                 tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-            found.append(tokens[len(prompt) :])
-    return found
+            outputs.append(tokens[len(prompt) :])
+    return outputs
 
 
 class Vllm:

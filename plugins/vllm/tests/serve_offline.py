@@ -38,7 +38,7 @@ def generate(llm: Any, settings: dict[str, Any]) -> dict[str, Any]:
     params = SamplingParams(temperature=0.0, max_tokens=settings["max_tokens"], ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in settings["prompts"]]
     rounds = [llm.generate(prompts, params, use_tqdm=False) for _ in range(settings.get("rounds", 1))]
-    outputs = [output for each in rounds for output in each]
+    outputs = [output for round_outputs in rounds for output in round_outputs]
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "cached": [output.num_cached_tokens for output in outputs],
@@ -122,17 +122,17 @@ def main() -> None:
     most_blocks = [0]
 
     def note_blocks(_: Any, request: str, *counts: int) -> None:
-        held = sum(not block.is_null for block in managers[0].req_to_blocks[request])
-        most_blocks[0] = max(most_blocks[0], held)
+        num_held = sum(not block.is_null for block in managers[0].req_to_blocks[request])
+        most_blocks[0] = max(most_blocks[0], num_held)
 
     count_calls(type(managers[0]), "allocate_new_blocks", note_blocks)
     modules = core.model_executor.driver_worker.worker.vllm_config.compilation_config.static_forward_context
     context = {name: module for name, module in modules.items() if hasattr(module, "kv_cache")}
     caches.update({name: layer.kv_cache for name, layer in context.items()})
     calls["write"].clear(), calls["attend"].clear(), rows.clear(), copies.clear()
-    found = generate(llm, settings)
+    report = generate(llm, settings)
     pool = core.scheduler.kv_cache_manager.block_pool
-    found |= {
+    report |= {
         "layers": sorted(context),
         "impls": sorted({type(layer.impl).__name__ for layer in context.values()}),
         "caches_prefixes": core.scheduler.kv_cache_manager.enable_caching,
@@ -145,7 +145,7 @@ def main() -> None:
         "held_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         "preemptions": sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"),
     }
-    print("RESULT " + json.dumps(found))
+    print("RESULT " + json.dumps(report))
 
 
 if __name__ == "__main__":

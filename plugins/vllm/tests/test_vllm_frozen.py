@@ -40,11 +40,11 @@ def full(n: int) -> list[tuple[int, int]]:
 def test_frozen_plugins_serve_a_model_in_vllm(version: str, vllm_runs: Any) -> None:
     model, prompts = vllm_runs.make_model("Llama"), vllm_runs.make_prompts(12)
     settings = {"engine": vllm_runs.engine, "prompts": prompts, "max_tokens": 8}
-    found = vllm_runs.serve(model, settings, STACK, [FROZEN / version])
+    report = vllm_runs.serve(model, settings, STACK, [FROZEN / version])
 
-    assert vllm_runs.dense_tokens(model, prompts, 8, [chunk, full]) == found["tokens"]
-    assert vllm_runs.dense_tokens(model, prompts, 8, [full, full]) != found["tokens"]
-    assert ["HostedImpl"] == found["impls"]
-    assert sum(found["cached"]) > 0
-    assert {"pages": 0, "output": 0} == found["copies"]
-    assert 0 == found["held_blocks"]
+    assert vllm_runs.dense_tokens(model, prompts, 8, [chunk, full]) == report["tokens"]
+    assert vllm_runs.dense_tokens(model, prompts, 8, [full, full]) != report["tokens"]
+    assert ["HostedImpl"] == report["impls"]
+    assert sum(report["cached"]) > 0
+    assert {"pages": 0, "output": 0} == report["copies"]
+    assert 0 == report["held_blocks"]

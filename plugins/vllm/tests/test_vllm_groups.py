@@ -59,13 +59,13 @@ def make_builder(names: Sequence[str], layers: Sequence[LayerSpec], *, skips: bo
         stored={layer.name: {"k": torch.float32, "v": torch.float32} for layer in layers},
         skips=skips,
     )
-    made = {}
+    impls = {}
     for layer in layers:
-        made[layer.name] = HostedImpl(4, 8, 0.5, 2)
-        made[layer.name].name, made[layer.name].model = layer.name, model
-    context = {name: SimpleNamespace(impl=impl) for name, impl in made.items()}
+        impls[layer.name] = HostedImpl(4, 8, 0.5, 2)
+        impls[layer.name].name, impls[layer.name].model = layer.name, model
+    context = {name: SimpleNamespace(impl=impl) for name, impl in impls.items()}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
-    return HostedBuilder(SimpleNamespace(block_size=4), list(names), config, torch.device("cpu")), made
+    return HostedBuilder(SimpleNamespace(block_size=4), list(names), config, torch.device("cpu")), impls
 
 
 def batch(**more: Any) -> Any:
@@ -73,15 +73,15 @@ def batch(**more: Any) -> Any:
     table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
     slots = torch.cat([table[row, torch.arange(num) // 4] * 4 + torch.arange(num) % 4 for row, num in enumerate(LENS)])
     starts, lens = torch.tensor([0, 9, 15], dtype=torch.int32), torch.tensor(LENS, dtype=torch.int32)
-    given = {
+    fields = {
         "query_start_loc": starts,
         "query_start_loc_cpu": starts,
         "seq_lens": lens,
         "seq_lens_cpu_upper_bound": lens,
     }
-    given |= {"num_reqs": 2, "num_actual_tokens": NUM_TOKENS, "max_query_len": 9, "max_seq_len": 9, "causal": True}
-    given |= {"block_table_tensor": table, "slot_mapping": slots}
-    return SimpleNamespace(**{**given, "logits_indices_padded": None, "num_logits_indices": None, **more})
+    fields |= {"num_reqs": 2, "num_actual_tokens": NUM_TOKENS, "max_query_len": 9, "max_seq_len": 9, "causal": True}
+    fields |= {"block_table_tensor": table, "slot_mapping": slots}
+    return SimpleNamespace(**{**fields, "logits_indices_padded": None, "num_logits_indices": None, **more})
 
 
 def dense(
@@ -89,11 +89,13 @@ def dense(
 ) -> Any:
     parts = []
     for start, num in ((0, 9), (9, 6)):
-        q, k, v = (each[start : start + num] for each in (query, key, value))
+        q, k, v = (states[start : start + num] for states in (query, key, value))
         scores = 0.5 * torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1))
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
-        seen = torch.ones(num, num, dtype=torch.bool).tril() & torch.ones(num, num, dtype=torch.bool).triu(1 - window)
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        visible = torch.ones(num, num, dtype=torch.bool).tril() & torch.ones(num, num, dtype=torch.bool).triu(
+            1 - window
+        )
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         parts.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(2, 1)))
     return torch.cat(parts)
 
@@ -109,34 +111,34 @@ def tensors() -> Mapping[str, torch.Tensor]:
 def test_layers_of_a_group_that_differ_in_spec_or_query_side_are_computed_apart() -> None:
     names = ["plain", "capped", "windowed"]
     builder, impls = make_builder(names, [PLAIN, CAPPED, WINDOWED])
-    metadata, given = builder.build(0, batch()), tensors()
-    wanted = {"plain": {}, "capped": {"cap": 1.0}, "windowed": {"window": 3}}
-    found = {}
+    metadata, inputs = builder.build(0, batch()), tensors()
+    options = {"plain": {}, "capped": {"cap": 1.0}, "windowed": {"window": 3}}
+    outputs = {}
     for name in names:
-        pages, found[name] = torch.full((10, 2, 4, 16), float("nan")), torch.empty(NUM_TOKENS, 4, 8)
-        impls[name].forward(None, **given, kv_cache=pages, attn_metadata=metadata, output=found[name])
-        torch.testing.assert_close(found[name], dense(**given, **wanted[name]))
-    assert not torch.allclose(found["plain"], found["capped"])
-    assert not torch.allclose(found["plain"], found["windowed"])
+        pages, outputs[name] = torch.full((10, 2, 4, 16), float("nan")), torch.empty(NUM_TOKENS, 4, 8)
+        impls[name].forward(None, **inputs, kv_cache=pages, attn_metadata=metadata, output=outputs[name])
+        torch.testing.assert_close(outputs[name], dense(**inputs, **options[name]))
+    assert not torch.allclose(outputs["plain"], outputs["capped"])
+    assert not torch.allclose(outputs["plain"], outputs["windowed"])
 
 
 def test_skipped_layers_compute_the_rows_that_vllm_names_and_write_nothing() -> None:
     rows = torch.tensor([8, 14])
     keeping, impls = make_builder(["plain"], [PLAIN])
     skipping, skipped = make_builder(["sharing"], [PLAIN, SHARING], skips=True)
-    given, pages, output = tensors(), torch.full((10, 2, 4, 16), float("nan")), torch.empty(NUM_TOKENS, 4, 8)
-    impls["plain"].forward(None, **given, kv_cache=pages, attn_metadata=keeping.build(0, batch()), output=output)
+    inputs, pages, output = tensors(), torch.full((10, 2, 4, 16), float("nan")), torch.empty(NUM_TOKENS, 4, 8)
+    impls["plain"].forward(None, **inputs, kv_cache=pages, attn_metadata=keeping.build(0, batch()), output=output)
     before = pages.clone()
     metadata = skipping.build(0, batch(logits_indices_padded=rows, num_logits_indices=2))
-    found, query = torch.empty(2, 4, 8), given["query"][rows]
-    skipped["sharing"].forward(None, query, None, None, pages, metadata, found)
-    torch.testing.assert_close(found, dense(**given)[rows])
+    kept_output, query = torch.empty(2, 4, 8), inputs["query"][rows]
+    skipped["sharing"].forward(None, query, None, None, pages, metadata, kept_output)
+    torch.testing.assert_close(kept_output, dense(**inputs)[rows])
     assert torch.equal(before.nan_to_num(), pages.nan_to_num())
     assert (2, [8, 14]) == (metadata.num_logits_indices, metadata.logits_indices_padded.tolist())
     with pytest.raises(
         BackendError, match="needs the 2 generating tokens only, but its model passes 15 tokens and skips none"
     ):
-        skipped["sharing"].forward(None, given["query"], None, None, pages, metadata, output)
+        skipped["sharing"].forward(None, inputs["query"], None, None, pages, metadata, output)
 
 
 def test_a_layer_that_is_no_attention_is_refused_as_one_on_a_backend_of_vllms() -> None:
@@ -158,7 +160,7 @@ def test_a_layer_that_is_no_attention_is_refused_as_one_on_a_backend_of_vllms() 
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("request", "reason"),
     [
         ({"use_sparse": True, "use_mla": True}, "sparse not supported"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
@@ -172,29 +174,29 @@ def test_a_layer_that_is_no_attention_is_refused_as_one_on_a_backend_of_vllms() 
     ],
 )
 def test_layers_that_vllm_may_not_give_to_this_backend_are_refused_with_its_reason(
-    asked: dict[str, Any], reason: str
+    request: dict[str, Any], reason: str
 ) -> None:
     from kvframe_vllm.adapter.hooks import select_backend
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    if unknown := asked.keys() - {*AttentionSelectorConfig._fields}:
+    if unknown := request.keys() - {*AttentionSelectorConfig._fields}:
         pytest.skip(f"this vLLM does not know {', '.join(unknown)}")
-    given = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": None}
+    base_request = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": None}
     with pytest.raises(BackendError, match=rf"does not serve \({reason}\): unset KVFRAME_STACK"):
-        select_backend(object, None, AttentionSelectorConfig(**{**given, **asked}))
+        select_backend(object, None, AttentionSelectorConfig(**{**base_request, **request}))
 
 
 def test_windows_sinks_and_latents_are_served_by_the_class_for_them() -> None:
     from kvframe_vllm.adapter.hooks import select_backend
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    given = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 16}
+    base_request = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 16}
     classes = {
-        select_backend(object, None, AttentionSelectorConfig(**given, **asked)).rpartition(".")[2]
-        for asked in ({}, {"has_sink": True, "has_sliding_window": True}, {"use_kv_connector": True})
+        select_backend(object, None, AttentionSelectorConfig(**base_request, **request)).rpartition(".")[2]
+        for request in ({}, {"has_sink": True, "has_sliding_window": True}, {"use_kv_connector": True})
     }
     assert {"HostedBackend"} == classes
-    latents = select_backend(object, None, AttentionSelectorConfig(**given, use_mla=True))
+    latents = select_backend(object, None, AttentionSelectorConfig(**base_request, use_mla=True))
     assert "kvframe_vllm.adapter.backend.HostedLatentBackend" == latents
 
 

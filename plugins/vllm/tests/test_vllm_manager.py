@@ -43,8 +43,8 @@ def spec_of(name: str) -> KVCacheSpec:
         return FadingSpec(**SIZES)
     kind, options = SPECS[name]
     spec_class: Any = FullAttentionSpec if kind is None else load_plugins().registry.specs.load(kind)
-    made: KVCacheSpec = spec_class(**SIZES, **options)
-    return made
+    spec: KVCacheSpec = spec_class(**SIZES, **options)
+    return spec
 
 
 def hosted(spec: KVCacheSpec, max_model_len: int = 96, in_flight: int = 7) -> Any:
@@ -78,20 +78,20 @@ def test_a_request_holds_its_live_blocks_and_those_it_computes(name: str) -> Non
     spec = spec_of(name)
     for seed in range(20):
         draw = random.Random(seed)
-        manager, done, most = make_manager(spec), 0, 0
+        manager, num_computed, max_held = make_manager(spec), 0, 0
         num_free = manager.block_pool.get_num_free_blocks()
-        while done < 96:
-            new = draw.randint(1, min(7, 96 - done))
-            manager.remove_skipped_blocks("r", done)
-            manager.allocate_new_blocks("r", done + new, done + new)
+        while num_computed < 96:
+            new = draw.randint(1, min(7, 96 - num_computed))
+            manager.remove_skipped_blocks("r", num_computed)
+            manager.allocate_new_blocks("r", num_computed + new, num_computed + new)
             row = manager.req_to_blocks["r"]
-            held = {index for index, block in enumerate(row) if not block.is_null}
-            live = {index for span in spec.live_blocks(done) for index in range(*span)}
-            assert live | set(range(done // 4, -(-(done + new) // 4))) == held
-            assert num_free - len(held) == manager.block_pool.get_num_free_blocks()
-            most = max(most, len(held))
-            done += new
-        assert most <= admitted_blocks(manager) == spec.peak_blocks(96, 7)
+            held_blocks = {index for index, block in enumerate(row) if not block.is_null}
+            live = {index for span in spec.live_blocks(num_computed) for index in range(*span)}
+            assert live | set(range(num_computed // 4, -(-(num_computed + new) // 4))) == held_blocks
+            assert num_free - len(held_blocks) == manager.block_pool.get_num_free_blocks()
+            max_held = max(max_held, len(held_blocks))
+            num_computed += new
+        assert max_held <= admitted_blocks(manager) == spec.peak_blocks(96, 7)
         manager.free("r")
         assert num_free == manager.block_pool.get_num_free_blocks()
 
@@ -151,10 +151,10 @@ def test_of_tokens_that_a_connector_loads_only_live_blocks_are_held(name: str, n
     manager.add_local_computed_blocks("r", row, num_local, num_tokens - num_local)
     manager.allocate_external_computed_blocks("r", num_local, num_tokens - num_local)
     live = {block for span in spec.live_blocks(num_tokens) for block in range(*span)}
-    held = manager.req_to_blocks["r"]
-    assert num_tokens // 4 == len(held)
+    loaded_row = manager.req_to_blocks["r"]
+    assert num_tokens // 4 == len(loaded_row)
     assert {block for block in live if block >= num_local // 4} == {
-        index for index in range(num_local // 4, num_tokens // 4) if not held[index].is_null
+        index for index in range(num_local // 4, num_tokens // 4) if not loaded_row[index].is_null
     }
     manager.free("r")
     assert num_free == manager.block_pool.get_num_free_blocks()

@@ -84,11 +84,11 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_all_that_is_imported_of_vllm_is_in_the_list_of_names() -> None:
-    found = {name for path in SOURCES for name in imported(path)}
+    imports = {name for path in SOURCES for name in imported(path)}
     names = (*kvframe_vllm.names.NAMES, *kvframe_vllm.names.CONNECTOR_NAMES)
-    listed = (name.partition(":") for name in names)
-    roots = {":".join((module, name.split(".")[0])) for module, _, name in listed}
-    assert roots - CALLERS == {"vllm:__version__", *found}
+    paths = (name.partition(":") for name in names)
+    roots = {":".join((module, name.split(".")[0])) for module, _, name in paths}
+    assert roots - CALLERS == {"vllm:__version__", *imports}
 
 
 def test_a_name_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,13 +104,13 @@ def test_a_field_without_a_default_is_a_name(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_method_or_an_argument_that_a_class_of_vllm_asks_for_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {
+    classes = {
         "Defined": subclass(Asking, count=lambda self: 0, free=lambda self, request: None),
         "Undefined": subclass(Asking, build=lambda self, batch, **options: None),
         "Narrow": subclass(Base, build=lambda self, batch: None),
     }
-    monkeypatch.setitem(sys.modules, "made", types.SimpleNamespace(**made))
-    monkeypatch.setattr(kvframe_vllm.names, "SUBCLASSES", tuple(f"made:{name}" for name in made))
+    monkeypatch.setitem(sys.modules, "made", types.SimpleNamespace(**classes))
+    monkeypatch.setattr(kvframe_vllm.names, "SUBCLASSES", tuple(f"made:{name}" for name in classes))
     assert ["Asking.count()", "Base.build(fast)"] == kvframe_vllm.names.unmet_demands()
 
 
@@ -183,5 +183,5 @@ def test_the_readme_and_the_metadata_name_the_tested_versions() -> None:
 def test_without_a_stack_nothing_is_attached() -> None:
     code = "import sys, kvframe_vllm; kvframe_vllm.register(); print(sorted({'vllm', 'kvframe'} & {*sys.modules}))"
     environment = {key: value for key, value in os.environ.items() if key != "KVFRAME_STACK"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert "[]" == done.stdout.strip()
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "[]" == process.stdout.strip()

@@ -94,17 +94,17 @@ def test_vllm_and_the_stack_have_to_agree_on_skipping(is_set: bool, vllm_runs: A
     stack = vllm_runs.stack if is_set else vllm_runs.skip + vllm_runs.stack
     engine = {**vllm_runs.engine, "kv_sharing_fast_prefill": is_set}
     settings = {"engine": engine, "prompts": [[1, 2, 3]], "max_tokens": 1}
-    done = vllm_runs.start(vllm_runs.make_model("Gemma3nText"), settings, stack)
-    assert done.returncode != 0
-    found = "does, and no wrapper is named" if is_set else "does not, and a wrapper is named"
-    assert f"the host {found} in model.prefill_skipping of the stack" in done.stderr
+    process = vllm_runs.start(vllm_runs.make_model("Gemma3nText"), settings, stack)
+    assert process.returncode != 0
+    difference = "does, and no wrapper is named" if is_set else "does not, and a wrapper is named"
+    assert f"the host {difference} in model.prefill_skipping of the stack" in process.stderr
 
 
 def test_a_backend_that_cannot_write_to_vllms_output_is_copied_once_a_layer_and_step(vllm_runs: Any) -> None:
     settings = {"engine": vllm_runs.engine, "prompts": vllm_runs.make_prompts(4), "max_tokens": 4}
     stack = vllm_runs.torch.replace('"torch"', '"torch_reference"')
-    found = vllm_runs.serve(vllm_runs.make_model("Llama"), settings, stack)
-    assert {"pages": 0, "output": sum(found["calls"]["attend"].values())} == found["copies"]
+    report = vllm_runs.serve(vllm_runs.make_model("Llama"), settings, stack)
+    assert {"pages": 0, "output": sum(report["calls"]["attend"].values())} == report["copies"]
 
 
 def test_a_backend_that_raises_in_a_step_is_named_with_its_layer(vllm_runs: Any, tmp_path: Path) -> None:
@@ -112,18 +112,18 @@ def test_a_backend_that_raises_in_a_step_is_named_with_its_layer(vllm_runs: Any,
         vllm_runs.make_plugin(tmp_path, "raising", vllm_runs.raising, "vllm.general_plugins", "raising:register")
     ]
     settings = {"engine": vllm_runs.engine, "prompts": vllm_runs.make_prompts(4), "max_tokens": 12}
-    done = vllm_runs.start(vllm_runs.make_model("Llama"), settings, vllm_runs.stack, plugins)
-    assert done.returncode != 0
-    assert vllm_runs.failure in done.stderr
-    assert "in line 10 of 'raising': ValueError: no such tile" in done.stderr
+    process = vllm_runs.start(vllm_runs.make_model("Llama"), settings, vllm_runs.stack, plugins)
+    assert process.returncode != 0
+    assert vllm_runs.failure in process.stderr
+    assert "in line 10 of 'raising': ValueError: no such tile" in process.stderr
 
 
 def test_a_layer_that_stayed_on_vllms_own_backend_ends_the_start(vllm_runs: Any) -> None:
     model = vllm_runs.make_model("Llama")
     settings = {"engine": vllm_runs.engine, "prompts": [[1, 2, 3]], "max_tokens": 1, "foreign": "model.layers.1."}
-    done = vllm_runs.start(model, settings, vllm_runs.stack)
-    assert done.returncode != 0
-    assert "layer 'model.layers.1.self_attn.attn' would run on vLLM's own CPUAttentionBackend" in done.stderr
+    process = vllm_runs.start(model, settings, vllm_runs.stack)
+    assert process.returncode != 0
+    assert "layer 'model.layers.1.self_attn.attn' would run on vLLM's own CPUAttentionBackend" in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_a_layer_that_stayed_on_vllms_own_backend_ends_the_start(vllm_runs: Any)
 )
 def test_what_kvframe_refuses_ends_the_start_in_its_words(stack: str, message: str, vllm_runs: Any) -> None:
     model = vllm_runs.make_model("Llama")
-    done = vllm_runs.start(model, {"engine": vllm_runs.engine, "prompts": [[1, 2, 3]], "max_tokens": 1}, stack)
-    assert done.returncode != 0
-    assert message in done.stderr
+    process = vllm_runs.start(model, {"engine": vllm_runs.engine, "prompts": [[1, 2, 3]], "max_tokens": 1}, stack)
+    assert process.returncode != 0
+    assert message in process.stderr
 
 
 def test_the_installed_vllm_has_every_name_and_asks_for_nothing_more() -> None:
@@ -173,9 +173,9 @@ os.environ["KVFRAME_STACK"] = sys.argv[2]
 register()
 """
     paths = [str(tmp_path / f"{name}.toml") for name in ("one", "other")]
-    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=False)
-    assert "[False, False] [True, True]" == done.stdout.strip().splitlines()[-1]
-    assert f"the stack {paths[0]} is attached to this vLLM; start another process for {paths[1]}" in done.stderr
+    process = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=False)
+    assert "[False, False] [True, True]" == process.stdout.strip().splitlines()[-1]
+    assert f"the stack {paths[0]} is attached to this vLLM; start another process for {paths[1]}" in process.stderr
 
 
 NEWER = """
@@ -192,11 +192,11 @@ def test_a_newer_vllm_is_warned_of_once_and_served(vllm_runs: Any, tmp_path: Pat
     plugins = [vllm_runs.make_plugin(tmp_path, "a_newer", NEWER, "vllm.general_plugins", "a_newer:register")]
     settings = {"engine": vllm_runs.engine, "prompts": vllm_runs.make_prompts(6), "max_tokens": 6}
     model = vllm_runs.make_model("Gemma3Text")
-    done = vllm_runs.start(model, settings, vllm_runs.stack, plugins)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = vllm_runs.start(model, settings, vllm_runs.stack, plugins)
+    assert process.returncode == 0, process.stderr[-3000:]
     warning = "vLLM 0.99.1 is newer than the versions that kvframe-vllm is tested with (0.29 to 0.33)"
-    assert 1 == (done.stdout + done.stderr).count(warning)
-    assert vllm_runs.result_of(done)["tokens"] == vllm_runs.serve(model, settings, None)["tokens"]
+    assert 1 == (process.stdout + process.stderr).count(warning)
+    assert vllm_runs.result_of(process)["tokens"] == vllm_runs.serve(model, settings, None)["tokens"]
 
 
 def test_a_vllm_that_asks_for_another_method_is_refused_in_one_sentence(vllm_runs: Any, tmp_path: Path) -> None:
@@ -215,10 +215,12 @@ def register():
 """
     plugins = [vllm_runs.make_plugin(tmp_path, "a_newer", code, "vllm.general_plugins", "a_newer:register")]
     settings = {"engine": vllm_runs.engine, "prompts": [[1, 2, 3]], "max_tokens": 1}
-    done = vllm_runs.start(vllm_runs.make_model("Llama"), settings, vllm_runs.stack, plugins)
-    assert done.returncode != 0
-    assert "asks for SingleTypeKVCacheManager.get_num_other_blocks(), which kvframe-vllm does not have" in done.stderr
-    assert "install a tested version, 0.29 to 0.33, or unset KVFRAME_STACK" in done.stderr
+    process = vllm_runs.start(vllm_runs.make_model("Llama"), settings, vllm_runs.stack, plugins)
+    assert process.returncode != 0
+    assert (
+        "asks for SingleTypeKVCacheManager.get_num_other_blocks(), which kvframe-vllm does not have" in process.stderr
+    )
+    assert "install a tested version, 0.29 to 0.33, or unset KVFRAME_STACK" in process.stderr
 
 
 def test_an_older_vllm_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

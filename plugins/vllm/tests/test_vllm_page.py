@@ -103,10 +103,10 @@ def test_every_command_of_the_page_gives_the_text_of_one_process(vllm_runs: Any,
     subprocess.run([ENGINE / "python", "-c", MAKE_MODEL, str(model)], cwd=ROOT, env=environment, check=True)
 
     def run(command: str) -> None:
-        done = subprocess.run(
+        process = subprocess.run(
             ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, command + done.stdout + done.stderr[-3000:]
+        assert process.returncode == 0, command + process.stdout + process.stderr[-3000:]
 
     rest = commands()
     assert 4 == sum("vllm serve" in command or "torchrun" in command for command in rest)

@@ -59,17 +59,17 @@ def test_processes_give_the_tokens_of_one(
     plugins = [
         vllm_runs.make_plugin(tmp_path / "plugins", "counter", COUNTER, "vllm.general_plugins", "counter:register")
     ]
-    found = vllm_runs.serve(model, remote, vllm_runs.stack, plugins, **variables)
+    report = vllm_runs.serve(model, remote, vllm_runs.stack, plugins, **variables)
 
-    assert expected["tokens"] == found["tokens"]
-    assert sum(found["cached"]) > 1000
+    assert expected["tokens"] == report["tokens"]
+    assert sum(report["cached"]) > 1000
     layers: dict[str, set[str]] = {}
     for path in ran.iterdir():
         process, _, layer = path.name.partition(" ")
         layers.setdefault(process, set()).add(layer)
     every = set(expected["layers"])
     if parallel == "pipeline":  # each stage has layers of its own
-        assert sorted(every) == sorted(layer for each in layers.values() for layer in each)
+        assert sorted(every) == sorted(layer for stage_layers in layers.values() for layer in stage_layers)
     else:
         assert [every] * len(layers) == [*layers.values()]
     assert (2 if PARALLEL[parallel] else 1) == len(layers)

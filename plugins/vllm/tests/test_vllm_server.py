@@ -59,23 +59,23 @@ def served(
 
 def complete(client: Any, model: Path, prompt: list[int]) -> list[int]:
     extra = {"ignore_eos": True, "detokenize": False, "return_token_ids": True}
-    done = client.completions.create(
+    completion = client.completions.create(
         model=str(model), prompt=prompt, max_tokens=NUM_NEW, temperature=0.0, extra_body=extra
     )
-    tokens: list[int] = done.choices[0].token_ids
+    tokens: list[int] = completion.choices[0].token_ids
     return tokens
 
 
 def counters(address: str) -> dict[str, float]:
     """Return what the server counted, summed over labels."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     with urllib.request.urlopen(f"{address}/metrics", timeout=60) as response:
         for line in response.read().decode().splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0]
-                found[name] = found.get(name, 0.0) + float(value)
-    return found
+                values[name] = values.get(name, 0.0) + float(value)
+    return values
 
 
 def test_a_server_answers_64_requests_at_once_with_the_tokens_of_vllms_own_backend(
@@ -92,11 +92,11 @@ def test_a_server_answers_64_requests_at_once_with_the_tokens_of_vllms_own_backe
             OpenAI(base_url=f"{address}/v1", api_key="none", timeout=240, max_retries=0) as client,
             ThreadPoolExecutor(64) as pool,
         ):
-            found = [*pool.map(lambda prompt: complete(client, model, prompt), prompts)]
-        counted = counters(address)
-    assert expected["tokens"] == found
-    assert counted["vllm:num_preemptions_total"] > 0
-    assert counted["vllm:prefix_cache_hits_total"] > 500
+            answers = [*pool.map(lambda prompt: complete(client, model, prompt), prompts)]
+        values = counters(address)
+    assert expected["tokens"] == answers
+    assert values["vllm:num_preemptions_total"] > 0
+    assert values["vllm:prefix_cache_hits_total"] > 500
     assert "kvframe serves 2 layers in blocks of 32 tokens by kvframe-cpu:cpu" in (tmp_path / "log").read_text("utf-8")
 
 
@@ -135,7 +135,7 @@ def test_a_plugin_that_raises_ends_the_start_with_its_error(vllm_runs: Any, tmp_
     plugins = vllm_runs.make_plugin(tmp_path, "broken", "raise ValueError('no such part')", "kvframe.v1", "broken")
     stack = '[plugins]\nrequired = ["broken"]\n' + vllm_runs.stack
     settings = {"engine": vllm_runs.engine, "prompts": [[1]], "max_tokens": 1}
-    done = vllm_runs.start(vllm_runs.make_model("Llama"), settings, stack, [plugins])
-    assert done.returncode != 0
-    assert "broken" in done.stderr
-    assert "no such part" in done.stderr
+    process = vllm_runs.start(vllm_runs.make_model("Llama"), settings, stack, [plugins])
+    assert process.returncode != 0
+    assert "broken" in process.stderr
+    assert "no such part" in process.stderr

@@ -96,8 +96,8 @@ def with_stores(vllm_runs: Any, settings: dict[str, Any], **engine: Any) -> dict
 
 def patient(vllm_runs: Any, folder: Path, seconds: float = 60) -> Path:
     code = PATIENT.replace("SECONDS", str(seconds))
-    made: Path = vllm_runs.make_plugin(folder, "patient", code, "vllm.general_plugins", "patient:register")
-    return made
+    plugin: Path = vllm_runs.make_plugin(folder, "patient", code, "vllm.general_plugins", "patient:register")
+    return plugin
 
 
 @pytest.fixture(scope="module")
@@ -131,13 +131,13 @@ def test_a_bad_store_costs_hits_only(how: str, llama: Stored, vllm_runs: Any, tm
     ]
     store = f'stores = [{{ name = "bad", path = "{llama.folder}", size = "64MiB", how = "{how}" }}]\n'
     settings = with_stores(vllm_runs, {**llama.settings, "prompts": llama.settings["prompts"][:6]})
-    done = vllm_runs.start(llama.model, settings, f"[cache]\n{store}" + vllm_runs.stack, plugins)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = vllm_runs.result_of(done)
-    assert llama.plain["tokens"][:6] == found["tokens"]
-    assert 0 == found["held_blocks"]
+    process = vllm_runs.start(llama.model, settings, f"[cache]\n{store}" + vllm_runs.stack, plugins)
+    assert process.returncode == 0, process.stderr[-3000:]
+    report = vllm_runs.result_of(process)
+    assert llama.plain["tokens"][:6] == report["tokens"]
+    assert 0 == report["held_blocks"]
     words = WORDS[how]
-    assert words is None or words in done.stdout + done.stderr
+    assert words is None or words in process.stdout + process.stderr
 
 
 def test_other_weights_of_the_same_config_find_nothing(llama: Stored, vllm_runs: Any, tmp_path: Path) -> None:
@@ -151,11 +151,11 @@ def test_other_weights_of_the_same_config_find_nothing(llama: Stored, vllm_runs:
     weights["model.layers.1.self_attn.k_proj.weight"][3, 5] += 0.5
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     stack = disk(llama.folder) + vllm_runs.stack
-    found = vllm_runs.serve(
+    report = vllm_runs.serve(
         other, with_stores(vllm_runs, llama.settings), stack, [patient(vllm_runs, tmp_path / "plugins")]
     )
     # What vLLM finds by itself.
-    assert llama.plain["cached"] == found["cached"]
+    assert llama.plain["cached"] == report["cached"]
 
 
 @pytest.mark.parametrize(("family", "rules"), [("Gemma3Text", ""), ("Mistral", SINKS)])
@@ -200,7 +200,7 @@ def test_stores_without_the_connector_and_the_connector_without_stores_end_the_s
     settings = {"engine": vllm_runs.engine, "prompts": [[1, 2, 3]], "max_tokens": 1}
     stack = disk(tmp_path / "pages") + vllm_runs.stack if has_stores else vllm_runs.stack
     settings = settings if has_stores else with_stores(vllm_runs, settings)
-    done = vllm_runs.start(vllm_runs.make_model("Llama"), settings, stack)
-    assert done.returncode != 0
+    process = vllm_runs.start(vllm_runs.make_model("Llama"), settings, stack)
+    assert process.returncode != 0
     words = "start it with --kv-transfer-config '{" if has_stores else "KVFrameConnector needs a page store"
-    assert words in done.stderr
+    assert words in process.stderr

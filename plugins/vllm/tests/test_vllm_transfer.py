@@ -141,9 +141,9 @@ class Case:
         self.store.keys.update(self.ranks[rank].key_of(group, self.key(group, block)) for rank in ranks)
 
     def count_found(self, num_local: int) -> int:
-        while (found := self.scheduler.count_found(self.request, num_local)) is None:
+        while (num_found := self.scheduler.count_found(self.request, num_local)) is None:
             threading.Event().wait(0.001)
-        return found
+        return num_found
 
     def step(self, num_scheduled: int, block_ids: Sequence[Sequence[int]] = ()) -> Any:
         state = SimpleNamespace(get_block_ids=lambda request_id: block_ids)
@@ -186,13 +186,13 @@ def test_the_longest_prefix_is_found_and_exactly_its_live_blocks_are_loaded(stor
             for num_tokens in range(num_local, case.request.num_tokens, 8)
             if num_tokens == num_local or all(needed(group, num_tokens) <= present[group] for group in range(4))
         )
-        found = case.count_found(num_local)
-        assert expected == num_local + found
-        if not found:
+        num_found = case.count_found(num_local)
+        assert expected == num_local + num_found
+        if not num_found:
             continue
         num_hits += 1
         block_ids = [[100 * group + block for block in range(MOST // 4)] for group in range(4)]
-        case.scheduler.take_blocks(case.request, block_ids, found)
+        case.scheduler.take_blocks(case.request, block_ids, num_found)
         (load,) = case.step(0).loads
         for group, pages in enumerate(load.groups):
             loaded = sorted(needed(group, expected))
@@ -325,7 +325,7 @@ CACHE = {"enable_prefix_caching": True, "prefix_caching_hash_algo": "sha256"}
 
 
 @pytest.mark.parametrize(
-    ("stack", "given", "cache", "message"),
+    ("stack", "extra_config", "cache", "message"),
     [
         (None, {}, {}, "set KVFRAME_STACK to a stack file whose .cache. names page stores"),
         ({}, {}, {}, "needs a page store; set disk or stores in .cache."),
@@ -337,7 +337,7 @@ CACHE = {"enable_prefix_caching": True, "prefix_caching_hash_algo": "sha256"}
 )
 def test_what_cannot_be_used_is_refused(
     stack: dict[str, Any] | None,
-    given: dict[str, Any],
+    extra_config: dict[str, Any],
     cache: dict[str, Any],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -351,11 +351,13 @@ def test_what_cannot_be_used_is_refused(
     monkeypatch.setattr(attach, "_attached", {})
     if stack is not None:
         disk = {"disk": {"path": str(tmp_path), "size": "1MiB"}} if stack else {}
-        made = Stack.from_mapping({"cache": disk})
-        monkeypatch.setitem(attach._attached, "stack.toml", (made, load_plugins(made.plugins).registry))
+        attached_stack = Stack.from_mapping({"cache": disk})
+        monkeypatch.setitem(
+            attach._attached, "stack.toml", (attached_stack, load_plugins(attached_stack.plugins).registry)
+        )
     config = SimpleNamespace(
         cache_config=SimpleNamespace(**{**CACHE, **cache}),
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=given),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra_config),
         parallel_config=SimpleNamespace(pipeline_parallel_size=cache.get("pipeline", 1)),
     )
     with pytest.raises(KVFrameError, match=message):
@@ -370,8 +372,10 @@ def test_a_group_of_vllms_own_and_divided_blocks_are_refused(monkeypatch: pytest
 
     from kvframe import KVFrameError, Stack
 
-    made = Stack.from_mapping({"cache": {"disk": {"path": str(tmp_path), "size": "1MiB"}}})
-    monkeypatch.setattr(attach, "_attached", {"stack.toml": (made, load_plugins(made.plugins).registry)})
+    attached_stack = Stack.from_mapping({"cache": {"disk": {"path": str(tmp_path), "size": "1MiB"}}})
+    monkeypatch.setattr(
+        attach, "_attached", {"stack.toml": (attached_stack, load_plugins(attached_stack.plugins).registry)}
+    )
     config = SimpleNamespace(
         cache_config=SimpleNamespace(**CACHE),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),

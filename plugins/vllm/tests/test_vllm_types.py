@@ -49,17 +49,17 @@ def test_a_window_with_sinks_under_preemption_and_eviction(vllm_runs: Any) -> No
     limits = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 32, "max_num_seqs": 32}
     engine = {**vllm_runs.engine, **limits}
     settings = {"engine": engine, "prompts": prompts, "max_tokens": 40, "rounds": 2}
-    found = vllm_runs.serve(model, settings, stack)
+    report = vllm_runs.serve(model, settings, stack)
 
     expected = vllm_runs.dense_tokens(model, prompts, 40, [window_with_sinks] * 2)
-    assert expected * 2 == found["tokens"]
+    assert expected * 2 == report["tokens"]
     assert expected != vllm_runs.dense_tokens(model, prompts, 40, [window] * 2)  # the control: sinks matter
-    assert found["preemptions"] > 0
-    assert 0 < sum(found["cached"]) < 2 * sum(map(len, prompts))
-    assert 0 == found["held_blocks"]
-    assert 0 == found["copies"]["pages"]
+    assert report["preemptions"] > 0
+    assert 0 < sum(report["cached"]) < 2 * sum(map(len, prompts))
+    assert 0 == report["held_blocks"]
+    assert 0 == report["copies"]["pages"]
     # The window, the sinks and the tokens in flight, not the whole request.
-    assert found["most_blocks"] <= found["peak_blocks"] < -(-(max(map(len, prompts)) + 40) // 32)
+    assert report["most_blocks"] <= report["peak_blocks"] < -(-(max(map(len, prompts)) + 40) // 32)
 
 
 def test_a_pattern_of_the_examples_beside_full_attention(vllm_runs: Any, tmp_path: Path) -> None:
@@ -71,13 +71,13 @@ def test_a_pattern_of_the_examples_beside_full_attention(vllm_runs: Any, tmp_pat
         + f'spec = {{ kind = "fixed_pattern", stride = {STRIDE}, num_summary = {NUM_SUMMARY} }}\n'
     )
     settings = {"engine": vllm_runs.engine, "prompts": prompts, "max_tokens": 12}
-    found = vllm_runs.serve(model, settings, stack, [plugins, EXAMPLES])
+    report = vllm_runs.serve(model, settings, stack, [plugins, EXAMPLES])
 
-    assert vllm_runs.dense_tokens(model, prompts, 12, [fixed_pattern, full]) == found["tokens"]
-    assert vllm_runs.dense_tokens(model, prompts, 12, [full, full]) != found["tokens"]
-    assert ["LiveBlockManager"] * 2 == found["managers"]
-    assert sum(found["cached"]) > 0
-    assert 0 == found["held_blocks"]
+    assert vllm_runs.dense_tokens(model, prompts, 12, [fixed_pattern, full]) == report["tokens"]
+    assert vllm_runs.dense_tokens(model, prompts, 12, [full, full]) != report["tokens"]
+    assert ["LiveBlockManager"] * 2 == report["managers"]
+    assert sum(report["cached"]) > 0
+    assert 0 == report["held_blocks"]
 
 
 def test_chunks_that_begin_within_a_block_beside_full_attention(vllm_runs: Any) -> None:
@@ -86,10 +86,10 @@ def test_chunks_that_begin_within_a_block_beside_full_attention(vllm_runs: Any) 
         vllm_runs.stack
         + f'[[rules]]\nlayers = "model.layers.0.*"\nspec = {{ kind = "chunked_local", chunk = {CHUNK} }}\n'
     )
-    found = vllm_runs.serve(model, {"engine": vllm_runs.engine, "prompts": prompts, "max_tokens": 12}, stack)
+    report = vllm_runs.serve(model, {"engine": vllm_runs.engine, "prompts": prompts, "max_tokens": 12}, stack)
 
-    assert vllm_runs.dense_tokens(model, prompts, 12, [chunk, full]) == found["tokens"]
-    assert vllm_runs.dense_tokens(model, prompts, 12, [full, full]) != found["tokens"]
-    assert sum(found["cached"]) > 0
-    assert {"pages": 0, "output": 0} == found["copies"]
-    assert 0 == found["held_blocks"]
+    assert vllm_runs.dense_tokens(model, prompts, 12, [chunk, full]) == report["tokens"]
+    assert vllm_runs.dense_tokens(model, prompts, 12, [full, full]) != report["tokens"]
+    assert sum(report["cached"]) > 0
+    assert {"pages": 0, "output": 0} == report["copies"]
+    assert 0 == report["held_blocks"]

@@ -73,9 +73,9 @@ def follow(closing: ExitStack, engines: Mapping[str, tuple[str, str]], interval:
 
 
 def raw_socket(closing: ExitStack, kind: int) -> Any:
-    made = zmq.Context.instance().socket(kind)
-    closing.callback(made.close, linger=0)
-    return made
+    socket = zmq.Context.instance().socket(kind)
+    closing.callback(socket.close, linger=0)
+    return socket
 
 
 def hits_are(subscriber: Subscriber, tokens: Sequence[int], **expected: int) -> None:
@@ -87,8 +87,8 @@ def hits_are(subscriber: Subscriber, tokens: Sequence[int], **expected: int) -> 
 
 def test_engines_are_followed_whenever_they_start(closing: ExitStack) -> None:
     ends = {"one": addresses(), "two": addresses()}
-    one = cache_at(closing, ends["one"])
-    one.serve(TOKENS)
+    first_cache = cache_at(closing, ends["one"])
+    first_cache.serve(TOKENS)
     subscriber = follow(closing, ends)
     hits_are(subscriber, TOKENS, one=20)
     two = cache_at(closing, ends["two"])
@@ -96,11 +96,11 @@ def test_engines_are_followed_whenever_they_start(closing: ExitStack) -> None:
     hits_are(subscriber, TOKENS, one=20, two=8)
     for branch in range(1, 5):
         prompt = [*TOKENS[:8], *[branch] * 13]
-        one.serve(prompt)
+        first_cache.serve(prompt)
         two.serve(prompt)
-        hits_are(subscriber, prompt, one=one.manager.find(prompt), two=two.manager.find(prompt))
-    one.manager.reset_prefix_cache()
-    one.publish()
+        hits_are(subscriber, prompt, one=first_cache.manager.find(prompt), two=two.manager.find(prompt))
+    first_cache.manager.reset_prefix_cache()
+    first_cache.publish()
     hits_are(subscriber, TOKENS, one=0, two=two.manager.find(TOKENS))
     subscriber.remove("two")
     hits_are(subscriber, TOKENS, one=0)
@@ -144,10 +144,10 @@ def test_a_publisher_may_connect_to_a_consumer(closing: ExitStack) -> None:
 
 def test_tokens_are_sent_only_if_they_are_asked_for() -> None:
     cleared = CacheCleared(layout=CacheLayout(alignment=4, max_tokens=64, groups=()))
-    stored = from_plain(
+    stored_events = from_plain(
         [{"type": "stored", "group": 0, "keys": [b"k"], "block_size": 4, "tokens": [70, 71, 72, 73], "salt": "s"}]
     )
-    batch = EventBatch(b"epoch", 3, [cleared, *stored])
+    batch = EventBatch(b"epoch", 3, [cleared, *stored_events])
     assert batch == decode_batch(encode_batch(batch, with_tokens=True))
     without = decode_batch(encode_batch(batch))
     assert ((), b"epoch", 3) == (without.events[-1].tokens, without.epoch, without.number)  # type: ignore[union-attr]

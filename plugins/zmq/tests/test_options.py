@@ -44,8 +44,8 @@ def test_addresses_that_there_are_are_taken(address: str) -> None:
 
 def test_an_address_that_is_in_use_is_refused_when_it_is_opened(tmp_path: Any) -> None:
     context = zmq.Context()
-    taken = context.socket(zmq.PUB)
-    port = taken.bind_to_random_port("tcp://127.0.0.1")
+    bound_socket = context.socket(zmq.PUB)
+    port = bound_socket.bind_to_random_port("tcp://127.0.0.1")
     try:
         with pytest.raises(zmq.ZMQError, match="Address already in use"):
             ZmqPublisher(endpoint=f"tcp://127.0.0.1:{port}", replay=f"ipc://{tmp_path}/replay").open()
@@ -59,7 +59,7 @@ class TestZmqPublisher(EventPublisherTests):
 
     def read(self, publisher: Any) -> Sequence[Mapping[str, Any]]:
         """Return the events of all batches that are kept for who missed them."""
-        context, found = zmq.Context(), []
+        context, events = zmq.Context(), []
         socket = context.socket(zmq.DEALER)
         try:
             socket.connect(publisher.replay_endpoint)
@@ -67,8 +67,8 @@ class TestZmqPublisher(EventPublisherTests):
             while True:
                 *_, number, payload = socket.recv_multipart()
                 if number == END:
-                    return to_plain(found, with_tokens=False)
-                found += decode_batch(payload).events
+                    return to_plain(events, with_tokens=False)
+                events += decode_batch(payload).events
         finally:
             context.destroy(linger=0)
 
