@@ -179,8 +179,8 @@ SWITCHES = ((False, False), (True, False), (False, True), (True, True))
 
 def cells() -> Iterator[Cell]:
     """Yield every cell, in the order of the matrix."""
-    for kind, each in KINDS.items():
-        for chain, kv_format in itertools.product(each.chains, FORMATS if each.has_keys else FORMATS[:1]):
+    for kind, traits in KINDS.items():
+        for chain, kv_format in itertools.product(traits.chains, FORMATS if traits.has_keys else FORMATS[:1]):
             for compiled, switches in itertools.product((False, True), SWITCHES):
                 yield Cell(kind, chain, kv_format, *switches, compiled)
 
@@ -199,9 +199,9 @@ class CountingCompiler:
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return what runs a graph."""
 
-        def run(*given: Any) -> Any:
+        def run(*inputs: Any) -> Any:
             self.num_runs += 1
-            return graph.forward(*given)
+            return graph.forward(*inputs)
 
         return run
 
@@ -225,7 +225,7 @@ class Models:
     def _make(self, family: str) -> TinyModel:
         if family in by_content.FAMILIES:
             return attrs.evolve(by_content.save(self._folder / family, family), registry=self._registry)
-        (num_heads,) = {each.num_heads for each in KINDS.values() if each.family == family}
+        (num_heads,) = {traits.num_heads for traits in KINDS.values() if traits.family == family}
         saved = attrs.evolve(TinyModel.save(self._folder / family, family), registry=self._registry)
         if num_heads:
             # The last head is wrong, so that drafts are accepted and rejected.
@@ -242,9 +242,9 @@ class Models:
         A cell is refused only with one of its ``codes``: any other error is a mistake.
         """
         try:
-            found, why = self._run(cell)
-            if not why and not _are_same(found, self.expected(cell.plain)):
-                why = f"{found}, not {self.expected(cell.plain)}"
+            results, why = self._run(cell)
+            if not why and not _are_same(results, self.expected(cell.plain)):
+                why = f"{results}, not {self.expected(cell.plain)}"
             return (WRONG, why) if why else (EQUAL, "")
         except Exception as error:
             code = getattr(error, "code", None) if isinstance(error, KVFrameError) else None
@@ -258,21 +258,23 @@ class Models:
         if not kind.generates:
             with torch.inference_mode():
                 states = [loaded.model(torch.tensor([prompt])).last_hidden_state[0].mean(0) for prompt in PROMPTS]
-            return [each.tolist() for each in states]
+            return [state.tolist() for state in states]
         if kind.retyped or cell.kv_format != "plain":
-            found, why = self._run(Cell(cell.kind, next(iter(kind.chains)), cell.kv_format), backend="torch_reference")
+            results, why = self._run(
+                Cell(cell.kind, next(iter(kind.chains)), cell.kv_format), backend="torch_reference"
+            )
             assert not why, why
-            return found
+            return results
         if kind.family in WITH_ENCODER:
             prompts = encoder_decoder.prompts(kind.family)[:4]
-            return [encoder_decoder.generated(model, kind.family, each, PARAMS.max_new_tokens) for each in prompts]
+            return [encoder_decoder.generated(model, kind.family, prompt, PARAMS.max_new_tokens) for prompt in prompts]
         return [model.reference(prompt, PARAMS.max_new_tokens) for prompt in PROMPTS]
 
     def _run(self, cell: Cell, backend: str = BACKEND) -> tuple[list[Any], str]:
         """Return what a cell's engine gives, and what it did not do that it was asked for."""
         kind = KINDS[cell.kind]
         model, options = self.model(kind.family), {**kind.chains[cell.chain]}
-        attending = {each.kind for each in model.loaded.description.layers if each.query}
+        attending = {layer.kind for layer in model.loaded.description.layers if layer.query}
         of_kinds = options.pop("of_kinds", {})
         rules = {
             name: {"backend": backend, "optional": True, **of_kinds.get(name, {})}
@@ -288,7 +290,7 @@ class Models:
             if kind.family in WITH_ENCODER:
                 prompts = encoder_decoder.prompts(kind.family)[:4]
             with self._compiled_if(cell, engine.model, draft_of(engine)) as not_compiled:
-                served = [[each.token_ids for each in engine.generate(prompts, PARAMS)] for _ in range(2)]
+                served = [[output.token_ids for output in engine.generate(prompts, PARAMS)] for _ in range(2)]
             why = _not_done(engine, cell) or not_compiled()
             return served[0], why or ("" if served[0] == served[1] else "tokens, the second time")
 
@@ -334,8 +336,8 @@ class Models:
             poison_freed=True,
         ) as embedder:
             with self._compiled_if(cell, embedder.model) as not_compiled:
-                found = [each.embedding for each in embedder.embed(PROMPTS)]
-            return found, "drafts or graphs are ignored" if cell.drafts or cell.graphs else not_compiled()
+                embeddings = [output.embedding for output in embedder.embed(PROMPTS)]
+            return embeddings, "drafts or graphs are ignored" if cell.drafts or cell.graphs else not_compiled()
 
 
 def _not_compiled(compiler: CountingCompiler, steps: MagicMock) -> str:
@@ -344,12 +346,13 @@ def _not_compiled(compiler: CountingCompiler, steps: MagicMock) -> str:
     return "" if is_compiled else f"{compiler.num_runs} graphs ran in {steps.call_count} steps"
 
 
-def _are_same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
+def _are_same(results: Sequence[Any], expected: Sequence[Any]) -> bool:
     """Return whether tokens are the same, and embeddings as near as float32 can tell."""
-    if isinstance(found[0][0], int):
-        return [*found] == [*expected]
+    if isinstance(results[0][0], int):
+        return [*results] == [*expected]
     return all(
-        torch.allclose(torch.tensor(one), torch.tensor(other)) for one, other in zip(found, expected, strict=True)
+        torch.allclose(torch.tensor(result), torch.tensor(other))
+        for result, other in zip(results, expected, strict=True)
     )
 
 
@@ -365,9 +368,9 @@ def _not_done(engine: Engine, cell: Cell) -> str:
         return f"the cache has the formats {formats}"
     if cell.drafts and not 0 < stats.accepted_draft_tokens < stats.draft_tokens:
         return f"{stats.accepted_draft_tokens} of {stats.draft_tokens} drafts were accepted"
-    for each in (runner, *of_heads):
-        if cell.graphs and (each.graphs._reasons or not each.graphs.num_replays):
-            return f"{each.graphs.num_replays} replays; {each.graphs._reasons}"
+    for step_runner in (runner, *of_heads):
+        if cell.graphs and (step_runner.graphs._reasons or not step_runner.graphs.num_replays):
+            return f"{step_runner.graphs.num_replays} replays; {step_runner.graphs._reasons}"
     return ""
 
 
@@ -412,9 +415,9 @@ def render(verdicts: Mapping[Cell, str]) -> str:
     rows = [_HEAD]
     for plain in dict.fromkeys(cell.plain for cell in cells()):
         labels = plain.kind, plain.chain, plain.kv_format
-        found = [verdicts[Cell(*labels, *switches)] for switches in _COLUMNS.values()]
-        shown = [verdict if verdict in (EQUAL, WRONG) else f"`{verdict}`" for verdict in found]
-        rows.append([plain.kind, plain.chain or "none", plain.kv_format, *shown])
+        row_verdicts = [verdicts[Cell(*labels, *switches)] for switches in _COLUMNS.values()]
+        row_cells = [verdict if verdict in (EQUAL, WRONG) else f"`{verdict}`" for verdict in row_verdicts]
+        rows.append([plain.kind, plain.chain or "none", plain.kv_format, *row_cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
     lines = (" | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
@@ -423,14 +426,14 @@ def render(verdicts: Mapping[Cell, str]) -> str:
 
 def read(text: str) -> dict[Cell, str]:
     """Return the verdicts of a rendered matrix."""
-    found = {}
+    verdicts_by_cell = {}
     for line in text.splitlines():
         parts = [part.strip(" `") for part in line.strip("|").split("|")]
         if line.startswith("| ") and parts != _HEAD and set(parts[0]) != {"-"}:
             kind, chain, kv_format, *verdicts = parts
             for switches, verdict in zip(_COLUMNS.values(), verdicts, strict=True):
-                found[Cell(kind, "" if chain == "none" else chain, kv_format, *switches)] = verdict
-    return found
+                verdicts_by_cell[Cell(kind, "" if chain == "none" else chain, kv_format, *switches)] = verdict
+    return verdicts_by_cell
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

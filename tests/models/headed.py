@@ -93,30 +93,30 @@ class Reference:
         with torch.inference_mode():
             outputs = self.model(ids[:, :-1], output_hidden_states=-1)
             positions = torch.arange(ids.shape[1])[None]
-            found, _ = generator.get_candidates(ids, {"position_ids": positions}, outputs, False, 0)
-        drafts: list[int] = found[0, ids.shape[1] :].tolist()
+            candidates, _ = generator.get_candidates(ids, {"position_ids": positions}, outputs, False, 0)
+        drafts: list[int] = candidates[0, ids.shape[1] :].tolist()
         return drafts
 
     def generate(self, prompt: Sequence[int], num_new_tokens: int) -> list[tuple[list[int], list[int]]]:
         """Generate tokens with the heads' drafts; return what the generator drafted, and after which tokens."""
-        seen: list[tuple[list[int], list[int]]] = []
-        with quiet(), noted(seen):
+        drafts_by_context: list[tuple[list[int], list[int]]] = []
+        with quiet(), noted(drafts_by_context):
             self.model.generate(
                 torch.tensor([list(prompt)]), use_mtp=True, do_sample=False, max_new_tokens=num_new_tokens
             )
-        return seen
+        return drafts_by_context
 
 
 @contextmanager
-def noted(seen: list[tuple[list[int], list[int]]]) -> Iterator[None]:
+def noted(drafts_by_context: list[tuple[list[int], list[int]]]) -> Iterator[None]:
     """Note what every generator of transformers drafts inside the block, and after which tokens."""
     own = MTPCandidateGenerator.get_candidates
 
     def noting(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        found, logits = own(self, input_ids, *args, **kwargs)
+        candidates, logits = own(self, input_ids, *args, **kwargs)
         if logits is not None:
-            seen.append((input_ids[0].tolist(), found[0, input_ids.shape[1] :].tolist()))
-        return found, logits
+            drafts_by_context.append((input_ids[0].tolist(), candidates[0, input_ids.shape[1] :].tolist()))
+        return candidates, logits
 
     MTPCandidateGenerator.get_candidates = noting  # type: ignore[method-assign, assignment]
     try:

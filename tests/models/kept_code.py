@@ -27,7 +27,7 @@ class KeptCode:
             name: (owner, [*owner._handles]) for name in _HOOKING if (owner := getattr(model, name, None)) is not None
         }
         handles = [handle for _, of_owner in self._owners.values() for handle in of_owner]
-        self._hooks = [(hooks, each.id, hooks[each.id]) for each in handles for hooks in _tables_of(each)]
+        self._hooks = [(hooks, handle.id, hooks[handle.id]) for handle in handles for hooks in _tables_of(handle)]
 
     def put_on(self, model: Any) -> None:
         """Compile the model, attached again alike, to the same code."""

@@ -24,12 +24,12 @@ class Knowing(Proposer):
     max_drafts: int = MAX_DRAFTS
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
-        return [self.drafts_of(list(each.token_ids), each.max_drafts) for each in requests]
+        return [self.drafts_of(list(request.token_ids), request.max_drafts) for request in requests]
 
-    def drafts_of(self, known: list[int], most: int) -> list[int]:
-        chance = random.Random(sum(known) + len(known))
-        answers = (answer for answer in ANSWERS if answer[: len(known)] == known)
-        following = next(answers, known)[len(known) : len(known) + most]
+    def drafts_of(self, tokens: list[int], max_drafts: int) -> list[int]:
+        chance = random.Random(sum(tokens) + len(tokens))
+        answers = (answer for answer in ANSWERS if answer[: len(tokens)] == tokens)
+        following = next(answers, tokens)[len(tokens) : len(tokens) + max_drafts]
         return [token if chance.random() < 0.7 else (token + 1) % 128 for token in following]
 
     def forget(self, request_ids: Sequence[str]) -> None:

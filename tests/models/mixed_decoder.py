@@ -78,8 +78,10 @@ class MixedDecoder(LoadedModel):
 
     def compute_inputs(self, inputs: Mapping[str, Sequence[ModelInput]]) -> None:
         new = inputs.get("encoder", ())
-        self.encoded += [each.num_tokens for each in new]
-        self.states = torch.cat([torch.zeros(0, HIDDEN), *(self.encode_ids(each.data) for each in new)])
+        self.encoded += [encoder_input.num_tokens for encoder_input in new]
+        self.states = torch.cat(
+            [torch.zeros(0, HIDDEN), *(self.encode_ids(encoder_input.data) for encoder_input in new)]
+        )
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         def attend(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

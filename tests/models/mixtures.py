@@ -132,8 +132,8 @@ class MixtureForCausalLM(PreTrainedModel):  # type: ignore[misc]
         for layer in self.layers:
             mask = masks[LAYER_TYPES[layer.kind]]
             hidden_states = layer(hidden_states, rotation, mask, position_ids=position_ids)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return CausalLMOutput(logits=self.lm_head(self.norm(hidden_states)[:, kept]))
+        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutput(logits=self.lm_head(self.norm(hidden_states)[:, rows]))
 
 
 AutoConfig.register(MixtureConfig.model_type, MixtureConfig)

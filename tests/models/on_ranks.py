@@ -60,7 +60,7 @@ class Reading(Knowing):
 
     Attributes:
         model: The folder of the served model, whose head it loads whole.
-        seen: The tokens that it read, and those that there are.
+        records: The tokens that it read, and those that there are.
         num_missing: The requests without hidden states.
     """
 
@@ -68,19 +68,19 @@ class Reading(Knowing):
     needs_hidden_states: ClassVar[bool] = True
 
     model: str
-    seen: list[tuple[list[int], list[int]]] = attrs.field(factory=list, init=False)
+    records: list[tuple[list[int], list[int]]] = attrs.field(factory=list, init=False)
     num_missing: int = attrs.field(default=0, init=False)
     head: Any = attrs.field(default=None, init=False)
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
         self.head = self.head or AutoModelForCausalLM.from_pretrained(self.model).get_output_embeddings()
-        for each in requests:
-            if each.hidden_states is None:
+        for request in requests:
+            if request.hidden_states is None:
                 self.num_missing += 1
                 continue
             with torch.inference_mode():
-                read = self.head(each.hidden_states).argmax(-1).tolist()
-            self.seen.append((read, list(each.token_ids[-len(read) :])))
+                read = self.head(request.hidden_states).argmax(-1).tolist()
+            self.records.append((read, list(request.token_ids[-len(read) :])))
         return super().propose(requests)
 
 
@@ -89,16 +89,16 @@ class Noting(Knowing):
     """Knows some of what requests will generate, and notes what the prediction heads draft for them.
 
     Attributes:
-        seen: For each request that was continued, its number of tokens and what the heads drafted.
+        records: For each request that was continued, its number of tokens and what the heads drafted.
     """
 
     name = "noting"
     uses_prediction_heads: ClassVar[bool] = True
 
-    seen: list[tuple[int, list[int]]] = attrs.field(factory=list, init=False)
+    records: list[tuple[int, list[int]]] = attrs.field(factory=list, init=False)
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
-        self.seen += [(len(each.token_ids), list(each.continuation)) for each in requests]
+        self.records += [(len(request.token_ids), list(request.continuation)) for request in requests]
         return super().propose(requests)
 
 
@@ -140,8 +140,8 @@ def serve_llama(folder: Path, family: str = "llama", **options: Any) -> Result:
         first = tokens_of(engine.generate(PROMPTS, GREEDY))
         again = tokens_of(engine.generate(PROMPTS, GREEDY))
         cached = engine.stats().cached_prompt_tokens
-        drawn = SamplingParams(n=3, temperature=1.5, seed=5, max_new_tokens=6)
-        samples = tokens_of(engine.generate([[*PROMPTS[3][:50], 1, 2, 3, 4, 5]], drawn))
+        sampling = SamplingParams(n=3, temperature=1.5, seed=5, max_new_tokens=6)
+        samples = tokens_of(engine.generate([[*PROMPTS[3][:50], 1, 2, 3, 4, 5]], sampling))
         scoring = SamplingParams(prompt_logprobs=True, top_logprobs=2, max_new_tokens=1)
         (scored,) = engine.generate(PROMPTS[1:2], scoring)
         assert scored.prompt_logprobs is not None
@@ -183,13 +183,13 @@ def draft_of(engine: Engine) -> Result:
     """Return what an engine generates before and after its proposer knows the answers, and what the proposer saw."""
     ANSWERS.clear()
     plain = engine.generate(PROMPTS, GREEDY)
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in plain]
+    ANSWERS[:] = [[*output.prompt_token_ids, *output.token_ids] for output in plain]
     drafted = engine.generate(PROMPTS, GREEDY)
     drafting: Any = scheduler_of(engine)._drafting
     return {
         "plain": tokens_of(plain),
         "drafted": tokens_of(drafted),
-        "seen": drafting._proposer.seen,
+        "records": drafting._proposer.records,
         "counts": counts_of(engine),
     }
 
@@ -336,12 +336,12 @@ def embed_eurobert(folder: Path) -> Result:
 
 def use_verbs(folder: Path) -> Result:
     """Abort, pin, reset and resize, between steps, some of which are graphs, and with requests that continue."""
-    found: Result = {}
+    results: Result = {}
     options: Result = {"memory": share_of(110592), "max_num_batched_tokens": 16, "max_model_len": 96}
     with engine_of(folder / "llama", **options, graphs=[4, 8], graph_query_lens=[1]) as engine:
         graphs = runner_of(engine).graphs
         pin = engine.pin_prefix(PROMPTS[7])
-        found["pinned"] = pin.num_tokens
+        results["pinned"] = pin.num_tokens
         for number, prompt in enumerate(PROMPTS):
             engine.add_request(prompt, GREEDY, str(number))
         ended: dict[str, list[int]] = {}
@@ -356,7 +356,7 @@ def use_verbs(folder: Path) -> Result:
         engine.abort("3")
         run(2)
         engine.resize_cache(share_of(221184))
-        found["graphs after a resize"] = graphs.num_graphs
+        results["graphs after a resize"] = graphs.num_graphs
         run(8)
         engine.reset_prefix_cache()
         run(1)
@@ -364,19 +364,19 @@ def use_verbs(folder: Path) -> Result:
         engine.unpin(pin)
         while engine.has_unfinished:
             run(1)
-        found["ended"] = {key: ended[key] for key in sorted(ended) if key != "3"}
-        found["counts"] = counts_of(engine)
-        found["replays"] = graphs.num_replays
+        results["ended"] = {key: ended[key] for key in sorted(ended) if key != "3"}
+        results["counts"] = counts_of(engine)
+        results["replays"] = graphs.num_replays
         try:
             engine.resize_cache("1KiB")
         except KVFrameError as error:
-            found["refused"] = type(error).__name__
-    return found
+            results["refused"] = type(error).__name__
+    return results
 
 
 CASES: Mapping[str, Callable[[Path], Result]] = {
-    each.__name__: each
-    for each in (
+    function.__name__: function
+    for function in (
         serve_llama,
         draft_llama,
         draft_states,
@@ -419,35 +419,35 @@ def asked(names: Iterable[str]) -> list[str]:
 
 def run_cases(folder: Path) -> Result:
     """Run the cases that are asked for, one engine after the other."""
-    found = {}
+    results = {}
     for name in asked(CASES):
         with followed():
-            found[name] = CASES[name](folder)
-    return found
+            results[name] = CASES[name](folder)
+    return results
 
 
 def run_stores(folder: Path) -> Result:
     """Engines that find what engines before them gave to a disk, which both ranks share."""
-    found: Result = {}
+    results: Result = {}
     _without_clocks()
     disk = {"path": str(folder / "pages"), "size": "64MiB"}
     for family in asked(STORED):
         for turn in ("stored", "found"):
             with followed(), engine_of(folder / family, disk=disk, host_memory="1MiB", audit=True) as engine:
-                found[f"{family} {turn}"] = _served(engine, PROMPTS)
-    return found
+                results[f"{family} {turn}"] = _served(engine, PROMPTS)
+    return results
 
 
 def run_bad_stores(folder: Path) -> Result:
     """Engines whose second rank has a store that forgets, fails or does not answer."""
-    found: Result = {}
+    results: Result = {}
     _without_clocks()
     shelf = SHELVES.setdefault("one", Shelf())
     is_second = os.environ["RANK"] == "1"
 
     def serve(name: str) -> None:
         with followed(), engine_of(folder / "llama", stores=["shelf"], plugins=[shelf_plugin()]) as engine:
-            found[name] = _served(engine, PROMPTS[3:4])
+            results[name] = _served(engine, PROMPTS[3:4])
 
     serve("stored")
     records = dict(shelf.records)
@@ -466,7 +466,7 @@ def run_bad_stores(folder: Path) -> Result:
     shelf.gate.wait()
     _without_clocks()
     serve("again")
-    return found
+    return results
 
 
 def _without_clocks() -> None:
@@ -487,35 +487,35 @@ def _served(engine: Engine, prompts: Sequence[Sequence[int]]) -> Result:
 
 def run_refused(folder: Path) -> Result:
     """Set-ups that fail alike on both ranks; further engines can be made after them."""
-    said = {}
+    messages = {}
     with followed(71):
         try:
             engine_of(folder / "one_kv_head")
         except KVFrameError as error:
-            said["one_kv_head"] = str(error)
+            messages["one_kv_head"] = str(error)
     try:
         Engine.from_pretrained(folder / "llama", stack=Stack.from_mapping({"model": {"device": "cpu:0"}}))
     except KVFrameError as error:
-        said["device"] = str(error)
+        messages["device"] = str(error)
     with followed(), engine_of(folder / "llama") as engine:
         try:
             engine.save_prefixes(folder / "prefixes", PROMPTS[:1])
         except KVFrameError as error:
-            said["prefixes"] = str(error)
-    return said
+            messages["prefixes"] = str(error)
+    return messages
 
 
 def run_different(folder: Path) -> Result:
     """Set-ups that differ between the ranks; then one that does not."""
-    said: Result = {}
+    outcomes: Result = {}
 
     def serve(name: str, model: Path, code: int = 71) -> None:
         with followed(code):
             try:
                 with engine_of(model) as engine:
-                    said[name] = engine.generate(PROMPTS[:1], GREEDY)[0].finish_reason
+                    outcomes[name] = engine.generate(PROMPTS[:1], GREEDY)[0].finish_reason
             except KVFrameError as error:
-                said[name] = f"{type(error).__name__}: {error}"
+                outcomes[name] = f"{type(error).__name__}: {error}"
 
     rank = int(os.environ["RANK"])
     serve("weights", folder / ("llama", "other_llama")[rank])
@@ -527,7 +527,7 @@ def run_different(folder: Path) -> Result:
         serve("packages", folder / "llama")
         sys.path.remove(packages)
     serve("nothing", folder / "llama", 0)
-    return said
+    return outcomes
 
 
 def run_three(folder: Path) -> Result:
@@ -667,9 +667,9 @@ def _replace_attention(computed: Callable[..., Any]) -> None:
 
 def hang_on_1(folder: Path) -> Result:
     """Let the attention of rank 1 never end, while rank 0 waits for it and both answer."""
-    taken = threading.Lock()
-    taken.acquire()
-    when_following(1, lambda: _replace_attention(lambda *arguments: taken.acquire(timeout=80)))
+    lock = threading.Lock()
+    lock.acquire()
+    when_following(1, lambda: _replace_attention(lambda *arguments: lock.acquire(timeout=80)))
     return serve_long(folder, max_step_seconds=2)
 
 
@@ -705,7 +705,7 @@ def fail_on_rank_0_overlapping(folder: Path) -> Result:
 
 def fail_on_rank_0(folder: Path, **options: Any) -> Result:
     """Let rank 0 fail in a step of two requests out of many, in a thread, and ask its engine for more."""
-    found: Result = {}
+    results: Result = {}
 
     def said_by(ask: Callable[[], Any]) -> list[str]:
         try:
@@ -726,30 +726,30 @@ def fail_on_rank_0(folder: Path, **options: Any) -> Result:
             for _ in range(2):  # the tokens of a step that was computed before come first
                 engine.step()
         except RuntimeError as error:
-            found["raised"] = str(error)
-        found["errors"] = [request.error for request in requests]
-        found["reasons"] = sorted({str(request.finish_reason) for request in requests})
-        found["step"], found["stream"] = said_by(engine.step), said_by(lambda: next(stream))
-        found["generate"] = said_by(lambda: engine.generate(PROMPTS[:1]))
+            results["raised"] = str(error)
+        results["errors"] = [request.error for request in requests]
+        results["reasons"] = sorted({str(request.finish_reason) for request in requests})
+        results["step"], results["stream"] = said_by(engine.step), said_by(lambda: next(stream))
+        results["generate"] = said_by(lambda: engine.generate(PROMPTS[:1]))
         counts = engine.stats()
-        found["state"] = {
+        results["state"] = {
             "closed": engine.is_closed,
             "unfinished": engine.has_unfinished,
             "running": counts.num_running,
             "waiting": counts.num_waiting,
         }
-        found["held"] = held_pages(engine)
+        results["held"] = held_pages(engine)
 
     with engine_of(folder / "llama", max_num_seqs=2, **options) as engine:
         thread = threading.Thread(target=serve, args=(engine,))
         thread.start()
         thread.join(60)
-    return found
+    return results
 
 
 RUNS: Mapping[str, Callable[[Path], Result]] = {
-    each.__name__: each
-    for each in (
+    function.__name__: function
+    for function in (
         run_cases,
         run_stores,
         run_bad_stores,
@@ -783,20 +783,20 @@ def run_ranks(run: Callable[[Path], Result], folder: Path) -> Result:
     size = 3 if run is run_three else 2
     port = free_port()
     with tempfile.TemporaryDirectory() as scratch:
-        out, said = Path(scratch, "out"), [Path(scratch, f"said{rank}") for rank in range(size)]
-        children = [_fork(rank, size, port, run, folder, out, said[rank]) for rank in range(size)]
+        out, logs = Path(scratch, "out"), [Path(scratch, f"said{rank}") for rank in range(size)]
+        children = [_fork(rank, size, port, run, folder, out, logs[rank]) for rank in range(size)]
         codes = {}
         for _ in children:
             child, status = os.wait()
             codes[children.index(child)] = os.waitstatus_to_exitcode(status)
             # A rank that stays longer than this after the other has ended is killed, which its exit code shows.
-            left = [each for number, each in enumerate(children) if number not in codes]
+            left = [child for number, child in enumerate(children) if number not in codes]
             signal.signal(signal.SIGALRM, partial(_kill, left))
             signal.alarm(MOST_SECONDS if left else 0)
         return {
             "result": json.loads(out.read_text()) if out.exists() else None,
             "codes": [codes[rank] for rank in range(size)],
-            "said": [each.read_text(errors="replace") for each in said],
+            "said": [log.read_text(errors="replace") for log in logs],
         }
 
 
@@ -805,7 +805,7 @@ def _kill(processes: Sequence[int], *_: Any) -> None:
         os.kill(process, signal.SIGQUIT)
 
 
-def _fork(rank: int, size: int, port: int, run: Callable[[Path], Result], folder: Path, out: Path, said: Path) -> int:
+def _fork(rank: int, size: int, port: int, run: Callable[[Path], Result], folder: Path, out: Path, log: Path) -> int:
     child = os.fork()
     if child:
         return child
@@ -814,7 +814,7 @@ def _fork(rank: int, size: int, port: int, run: Callable[[Path], Result], folder
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        with said.open("w") as errors:
+        with log.open("w") as errors:
             os.dup2(errors.fileno(), 2)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(90)  # a deadlock ends here, and the test says so
@@ -835,8 +835,8 @@ def _fork(rank: int, size: int, port: int, run: Callable[[Path], Result], folder
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    chosen = sys.argv[2:] or list(RUNS)
+    names = sys.argv[2:] or list(RUNS)
     if "RANK" in os.environ:  # a process of torchrun
-        RUNS[chosen[0]](Path(sys.argv[1]))
+        RUNS[names[0]](Path(sys.argv[1]))
         sys.exit()
-    print(json.dumps({name: run_ranks(RUNS[name], Path(sys.argv[1])) for name in chosen}))
+    print(json.dumps({name: run_ranks(RUNS[name], Path(sys.argv[1])) for name in names}))

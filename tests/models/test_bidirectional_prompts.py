@@ -127,15 +127,15 @@ def test_samples_preempted_requests_drafts_and_steps_from_graphs_are_those_of_ge
         runner: Any = runner_of(engine)
         for prompt, tokens in zip(PROMPTS[:3], [generated(model, prompt) for prompt in PROMPTS[:3]], strict=True):
             assert tokens == engine.generate([prompt], GREEDY)[0].token_ids
-        assert {True, False} == {each.has_ranges for each in runner.graphs._graphs}
+        assert {True, False} == {sizes.has_ranges for sizes in runner.graphs._graphs}
         assert set() == runner.graphs._reasons
 
 
 def test_no_prefix_is_cached_because_its_state_depends_on_the_whole_prompt(saved: tuple[Path, Any]) -> None:
     path, _ = saved
     with Engine.from_pretrained(path, stack=make_stack(path)) as engine:
-        found = [engine.generate([ids(2, 24)], GREEDY)[0].cached for _ in range(2)]
-        assert [0, 0] == [cached.num_tokens for cached in found if cached is not None]
+        lookups = [engine.generate([ids(2, 24)], GREEDY)[0].cached for _ in range(2)]
+        assert [0, 0] == [cached.num_tokens for cached in lookups if cached is not None]
         with pytest.raises(RequestError, match="the tokens of its prompts see each other in both directions") as caught:
             engine.pin_prefix(ids(2, 24))
     assert "no_prefix_caching" == caught.value.code
@@ -148,10 +148,10 @@ def test_its_hidden_states_are_embedded_alike(saved: tuple[Path, Any]) -> None:
             model.model(torch.tensor([prompt]), token_type_ids=torch.zeros(1, len(prompt), dtype=torch.int64))
             for prompt in PROMPTS
         ]
-    expected = torch.stack([each.last_hidden_state[0].mean(0) for each in states])
+    expected = torch.stack([state.last_hidden_state[0].mean(0) for state in states])
     with Embedder.from_pretrained(path, stack=make_stack(path), pooling="mean", normalize=False) as embedder:
-        found = torch.tensor([output.embedding for output in embedder.embed(PROMPTS)])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
+        embeddings = torch.tensor([output.embedding for output in embedder.embed(PROMPTS)])
+    torch.testing.assert_close(embeddings, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
 
 
 def test_a_prompt_that_exceeds_a_step_or_a_window_is_refused(saved: tuple[Path, Any]) -> None:

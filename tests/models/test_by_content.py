@@ -103,8 +103,8 @@ def test_a_choice_that_lacks_one_token_changes_tokens(
     tokens, choose = expected(family), IndexDriver.choose
 
     def lacking(driver: IndexDriver, *arguments: Any) -> ChosenTokens:
-        chosen = choose(driver, *arguments)
-        return attrs.evolve(chosen, indices=chosen.indices[..., 1:])
+        chosen_tokens = choose(driver, *arguments)
+        return attrs.evolve(chosen_tokens, indices=chosen_tokens.indices[..., 1:])
 
     monkeypatch.setattr(IndexDriver, "choose", lacking)
     with models(family).engine(block_size=4) as engine:
@@ -219,12 +219,12 @@ def test_the_published_deepseek_v3_2_keeps_latents_and_index_keys_of_each_token(
 @pytest.mark.whole  # discovering the layers of its size takes long
 def test_the_published_deepseek_v4_keeps_few_bytes_of_an_old_token(tmp_path: Path) -> None:
     plan = planned(tmp_path, "deepseek_v4")
-    kept = {(group.spec.kind, group.spec.tokens_per_entry, len(group.layers)): group for group in plan.groups}
+    groups = {(group.spec.kind, group.spec.tokens_per_entry, len(group.layers)): group for group in plan.groups}
     # 23 layers keep one key of 512 for 128 tokens; 20 layers keep one of 512, and one of 128 to choose by, for 4.
-    assert 23 * 512 * 2 == kept["token_entries", 128, 23].page_bytes
-    assert 20 * (512 + 128) * 2 * 4 == kept["token_entries", 4, 40].page_bytes
-    assert {"sliding_window", "unfinished_group", "token_entries"} == {kind for kind, _, _ in kept}
+    assert 23 * 512 * 2 == groups["token_entries", 128, 23].page_bytes
+    assert 20 * (512 + 128) * 2 * 4 == groups["token_entries", 4, 40].page_bytes
+    assert {"sliding_window", "unfinished_group", "token_entries"} == {kind for kind, _, _ in groups}
     # The windows and unfinished groups of a long request take the same blocks at any length.
-    bounded = [group for (kind, _, _), group in kept.items() if kind != "token_entries"]
+    bounded = [group for (kind, _, _), group in groups.items() if kind != "token_entries"]
     at_16k, at_64k = (plan.generating_blocks(length) for length in (16384, 65536))
     assert [at_16k[group.index] for group in bounded] == [at_64k[group.index] for group in bounded]

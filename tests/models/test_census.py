@@ -27,8 +27,8 @@ def test_no_recorded_type_is_wrong() -> None:
     recorded = from_json(RECORD.read_text(encoding="utf-8"))
     assert {} == {
         (group, name): verdict
-        for group, found in recorded.verdicts.items()
-        for name, verdict in found.items()
+        for group, verdicts in recorded.verdicts.items()
+        for name, verdict in verdicts.items()
         if verdict.word == "wrong"
     }
     assert set(GROUPS) == set(recorded.verdicts)
@@ -36,7 +36,9 @@ def test_no_recorded_type_is_wrong() -> None:
 
 def test_the_readme_says_how_many_types_are_served() -> None:
     recorded = from_json(RECORD.read_text(encoding="utf-8"))
-    verdicts = [(name, verdict) for found in recorded.verdicts.values() for name, verdict in found.items()]
+    verdicts = [
+        (name, verdict) for group_verdicts in recorded.verdicts.values() for name, verdict in group_verdicts.items()
+    ]
     served = {name for name, verdict in verdicts if verdict.word == "equal"}
     readme = (PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
     assert f"[{len(served)} of its types](plugins/MODELS.md)" in readme

@@ -89,14 +89,16 @@ def test_an_encoder_decoder_is_read_likewise(tmp_path: Path) -> None:
             model.generate(torch.tensor([prompt]), max_new_tokens=NUM_NEW_TOKENS)[0, 1:].tolist()
             for prompt in prompts
         ]
-    assert [tuple(each) for each in expected] == tokens_of(tmp_path / "m", [Prompt(encoder=each) for each in prompts])
+    assert [tuple(tokens) for tokens in expected] == tokens_of(
+        tmp_path / "m", [Prompt(encoder=prompt) for prompt in prompts]
+    )
 
 
 def test_a_request_without_parameters_gets_those_of_the_checkpoint(folder: Path) -> None:
     write(folder, do_sample=True, temperature=0.7, top_k=-1, top_p=0.9, min_p=0.1, max_new_tokens=5)
-    wanted = SamplingParams(temperature=0.7, top_p=0.9, min_p=0.1, max_new_tokens=5)
+    expected = SamplingParams(temperature=0.7, top_p=0.9, min_p=0.1, max_new_tokens=5)
     with Engine.from_pretrained(folder, stack=STACK) as engine:
-        assert wanted == engine.default_params()
+        assert expected == engine.default_params()
         assert 0.0 == engine.default_params(temperature=0).temperature
         assert 5 == len(engine.generate([PROMPTS[1]])[0].token_ids)
         with pytest.raises(RequestError, match="top_k must be a whole number"):

@@ -112,14 +112,14 @@ def test_inductor_compiles_a_model_that_passes_its_self_check(tmp_path: Path, fa
 
 def seen_in(model: TinyModel) -> list[str]:
     """Return the functions that a compiler sees in a model."""
-    seen: list[str] = []
+    targets: list[str] = []
 
     def noting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
     with compiled(model.engine(), noting):
-        return seen
+        return targets
 
 
 @pytest.mark.parametrize("family", WITH_STATES)
@@ -144,20 +144,20 @@ def test_a_decoder_with_an_encoder_gives_the_same_tokens_from_few_graphs(
 ) -> None:
     prompts, params = encoder_decoder.prompts(family), SamplingParams(max_new_tokens=8, ignore_eos=True)
     with models(family).engine() as engine:
-        expected = [each.token_ids for each in engine.generate(prompts, params)]
+        expected = [output.token_ids for output in engine.generate(prompts, params)]
     with compiled(models(family).engine(max_num_batched_tokens=24), "eager") as engine:
         body: Any = engine.model.compiled  # type: ignore[attr-defined]
-        assert expected == [each.token_ids for each in engine.generate(prompts, params)]
+        assert expected == [output.token_ids for output in engine.generate(prompts, params)]
         assert 0 == body.num_graph_breaks
         # Each for steps with an input of one token alone, and for others.
         assert body.num_graphs <= 5
 
 
 def test_a_compiler_sees_attention_and_a_state_layer_as_one_operator_each(models: Callable[[str], TinyModel]) -> None:
-    seen = seen_in(models("falcon_h1"))
-    assert (2, 2) == (seen.count("kvframe.compute"), seen.count("kvframe.attend"))
+    targets = seen_in(models("falcon_h1"))
+    assert (2, 2) == (targets.count("kvframe.compute"), targets.count("kvframe.attend"))
     inside = ("conv", "softplus", "scaled_dot_product", "index_put")
-    assert not [target for target in seen if any(name in target for name in inside)]
+    assert not [target for target in targets if any(name in target for name in inside)]
 
 
 @pytest.mark.parametrize("family", keep(["llama", "falcon_h1", "qwen3_next", "t5"], "falcon_h1"))
@@ -166,9 +166,9 @@ def test_a_compiled_model_computes_drafts_in_replayed_steps(models: Callable[[st
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     options: dict[str, Any] = {"backends": {"full_attention": "cpu"}, "drafts": "ngram"}
     with models(family).engine() as engine:
-        expected = [each.token_ids for each in engine.generate(prompts, params)]
+        expected = [output.token_ids for output in engine.generate(prompts, params)]
     with compiled(models(family).engine(**options, graphs=[8], graph_query_lens=[1, 5]), "eager") as engine:
-        assert expected == [each.token_ids for each in engine.generate(prompts, params)]
+        assert expected == [output.token_ids for output in engine.generate(prompts, params)]
         assert 0 == engine.model.compiled.num_graph_breaks  # type: ignore[attr-defined]
         runner: Any = runner_of(engine)
         assert runner.graphs.num_replays > 0
@@ -224,17 +224,17 @@ def test_the_operator_promises_the_shape_that_it_gives() -> None:
 
 
 def test_the_operator_of_a_function_gives_results_in_their_own_memory() -> None:
-    taken, kept = torch.randn(3, 4), torch.randn(2, 3)
+    first, second = torch.randn(3, 4), torch.randn(2, 3)
     function = OpaqueFunction(
-        lambda given: [given[0], kept.T, kept.T, given[1]],
-        lambda given: [given[0], *(given[1].new_empty(3, 2) for _ in range(2)), given[1]],
+        lambda inputs: [inputs[0], second.T, second.T, inputs[1]],
+        lambda inputs: [inputs[0], *(inputs[1].new_empty(3, 2) for _ in range(2)), inputs[1]],
     )
-    results = function([taken, kept])
-    assert all(map(torch.equal, [taken, kept.T, kept.T, kept], results))
-    assert all(each.is_contiguous() for each in results)
-    assert 6 == len({each.data_ptr() for each in (*results, taken, kept)})
+    results = function([first, second])
+    assert all(map(torch.equal, [first, second.T, second.T, second], results))
+    assert all(result.is_contiguous() for result in results)
+    assert 6 == len({result.data_ptr() for result in (*results, first, second)})
     torch.library.opcheck(
         torch.ops.kvframe.compute.default,
-        ([taken, kept], function._name),
+        ([first, second], function._name),
         test_utils=("test_schema", "test_faketensor"),
     )

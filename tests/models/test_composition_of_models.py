@@ -36,7 +36,7 @@ def pairs_of(cell: Cell) -> set[Hashable]:
 
 def cost_of(cell: Cell) -> float:
     """Return what a cell costs in the sample; a row's own format costs less, so that rows have different formats."""
-    rows = [*dict.fromkeys((each.kind, each.chain) for each in ALL)]
+    rows = [*dict.fromkeys((combination.kind, combination.chain) for combination in ALL)]
     own = FORMATS[rows.index((cell.kind, cell.chain)) % len(FORMATS)]
     return COMPILING if cell.compiled else 0.9 if cell.kv_format == own else 1.0
 
@@ -62,7 +62,7 @@ def name_of(cell: Cell) -> str:
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(each, id=name_of(each), marks=[] if each in SAMPLE else pytest.mark.whole) for each in ALL]
+    "cell", [pytest.param(cell, id=name_of(cell), marks=[] if cell in SAMPLE else pytest.mark.whole) for cell in ALL]
 )
 def test_a_cell_of_the_file_is_what_the_engine_does(models: Models, verdicts: dict[Cell, str], cell: Cell) -> None:
     verdict, why = models.judge(cell)
@@ -127,11 +127,11 @@ def codes_of_sources() -> set[str]:
 def test_every_code_is_explained() -> None:
     rows = re.findall(r"^\| (`[^|]*) \|", DOCUMENTED.read_text(encoding="utf-8"), re.MULTILINE)
     explained = set(re.findall(r"`([a-z_]+)`", " ".join(rows)))
-    shown, made = codes_of_matrices(), codes_of_sources()
-    assert {"nothing_generated", "keeps_cache", "mask_chunk", "chain_order", "environment"} <= shown
-    assert {"no_chunk", "dtype", "not_captured", "chain_order"} <= made
+    matrix_codes, source_codes = codes_of_matrices(), codes_of_sources()
+    assert {"nothing_generated", "keeps_cache", "mask_chunk", "chain_order", "environment"} <= matrix_codes
+    assert {"no_chunk", "dtype", "not_captured", "chain_order"} <= source_codes
     of_masks = {f"mask_{feature}" for feature in ("bidirectional", "window", "sink_tokens", "chunk")}
-    assert set() == (shown | made | of_masks) - explained
+    assert set() == (matrix_codes | source_codes | of_masks) - explained
 
 
 def test_a_sample_has_every_kind_chain_and_format_and_one_compilation() -> None:

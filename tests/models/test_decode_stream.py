@@ -260,8 +260,8 @@ def test_any_tokens_have_the_text_that_they_have_at_once(
 ) -> None:
     model = model_with(make)
     prompt, new, lengths = data.draw(tokens_of(model, more=2))
-    before, whole = (decoded(model, ids, special_tokens) for ids in (prompt, [*prompt, *new]))
-    assert expected_text(before, whole) == text_of(model, prompt, new, lengths, special_tokens=special_tokens)
+    before, text = (decoded(model, ids, special_tokens) for ids in (prompt, [*prompt, *new]))
+    assert expected_text(before, text) == text_of(model, prompt, new, lengths, special_tokens=special_tokens)
 
 
 @pytest.mark.parametrize("make", [metaspace, metaspace_never, word_pieces, word_pieces_with_spaces, words])
@@ -271,8 +271,8 @@ def test_any_tokens_have_the_cleaned_text_that_they_have_at_once(
 ) -> None:
     model = model_with(make, cleans_up=True)
     prompt, new, lengths = data.draw(tokens_of(model, more=2))
-    before, whole = decoded(model, prompt), decoded(model, [*prompt, *new])
-    assert expected_text(before, whole) == text_of(model, prompt, new, lengths)
+    before, text = decoded(model, prompt), decoded(model, [*prompt, *new])
+    assert expected_text(before, text) == text_of(model, prompt, new, lengths)
 
 
 @pytest.mark.parametrize("special_tokens", [False, True])
@@ -283,12 +283,12 @@ def test_tokenizers_in_python_give_the_text_that_they_give_at_once(
 ) -> None:
     model = model_with(make, cleans_up=cleans_up)
     prompt, new, lengths = data.draw(tokens_of(model))
-    before, whole = (decoded(model, ids, special_tokens) for ids in (prompt, [*prompt, *new]))
+    before, text = (decoded(model, ids, special_tokens) for ids in (prompt, [*prompt, *new]))
     if cleans_up:  # cleaning is exact only if no mark at the prompt's end joins it with what follows
         options = {"skip_special_tokens": not special_tokens, "clean_up_tokenization_spaces": False}
         uncleaned = [model.tokenizer.decode(ids, **options) for ids in (prompt, [*prompt, *new])]
         assume(uncleaned[1].startswith(uncleaned[0]))
-    assert expected_text(before, whole) == text_of(model, prompt, new, lengths, special_tokens=special_tokens)
+    assert expected_text(before, text) == text_of(model, prompt, new, lengths, special_tokens=special_tokens)
 
 
 # --- tokens of bytes --------------------------------------------------------------------------------------------------
@@ -326,8 +326,8 @@ def test_any_bytes_have_the_text_that_they_have_at_once_with_all_characters(
 ) -> None:
     model = model_with(make)
     prompt, new, lengths = data.draw(tokens_of(model))
-    before, whole = (decoded_with_characters(model, ids) for ids in (prompt, [*prompt, *new]))
-    assert expected_text(before, whole) == text_of(model, prompt, new, lengths)
+    before, text = (decoded_with_characters(model, ids) for ids in (prompt, [*prompt, *new]))
+    assert expected_text(before, text) == text_of(model, prompt, new, lengths)
 
 
 @st.composite
@@ -350,8 +350,8 @@ def test_valid_characters_of_bytes_have_the_text_of_the_tokenizer(
 ) -> None:
     model = model_with(make)
     prompt, new = data.draw(valid_tokens_of(model, 8)), data.draw(valid_tokens_of(model, 12))
-    before, whole = decoded(model, prompt), decoded(model, [*prompt, *new])
-    assert whole[len(before) :] == text_of(model, prompt, new, data.draw(st.lists(st.integers(1, 9), max_size=8)))
+    before, text = decoded(model, prompt), decoded(model, [*prompt, *new])
+    assert text[len(before) :] == text_of(model, prompt, new, data.draw(st.lists(st.integers(1, 9), max_size=8)))
 
 
 def bytes_of(model: Any, text: str) -> list[int]:

@@ -66,9 +66,9 @@ def test_the_demo_serves_the_tokens_of_generate(demo: ModuleType, trained_path: 
     assert served.stats["prefix_hit_rate"] > 0.8
     assert served.stats["peak_bytes_held"] * 3 < served.dense_bytes
     report = demo.report(served)
-    right, asked = re.search(r"far copies +(\d+) of (\d+) tokens", report).groups()
-    assert int(asked) == demo.NUM_COPY_PROMPTS * demo.SEGMENT_TOKENS
-    assert int(right) > 0.9 * int(asked)
+    right, total = re.search(r"far copies +(\d+) of (\d+) tokens", report).groups()
+    assert int(total) == demo.NUM_COPY_PROMPTS * demo.SEGMENT_TOKENS
+    assert int(right) > 0.9 * int(total)
     assert "equal tokens  32 of 32 requests" in report
     assert "layers of sliding_window need 31 of 511 past tokens: at most" in report
     assert "layers of full_attention need 511 of 511 past tokens: at most" in report
@@ -102,6 +102,6 @@ def test_a_wrong_token_is_seen(demo: ModuleType, trained_path: Path, monkeypatch
 
 def test_another_recipe_trains_another_model(training: ModuleType, small_recipe: Any, tmp_path: Path) -> None:
     recipes = [attrs.evolve(small_recipe, steps=steps) for steps in (1, 1, 2)]
-    made = [training.make_model(tmp_path / "model", recipe) for recipe in recipes]
-    assert [False, True, False] == [trained.cached for trained in made]
+    results = [training.make_model(tmp_path / "model", recipe) for recipe in recipes]
+    assert [False, True, False] == [trained.cached for trained in results]
     assert ["model", "model.lock"] == sorted(path.name for path in tmp_path.iterdir())

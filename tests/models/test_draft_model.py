@@ -45,7 +45,7 @@ OTHERS = (
     "deepseek_v3",
     "qwen3_next",
 )
-FAMILIES = ("falcon_h1", *(pytest.param(each, marks=pytest.mark.whole) for each in OTHERS))
+FAMILIES = ("falcon_h1", *(pytest.param(family, marks=pytest.mark.whole) for family in OTHERS))
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "seed": 5}
 
 SOME = PROMPTS[2:6]
@@ -61,13 +61,13 @@ class Meddling(DraftModelProposer):
     name = "meddling"
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        return [self.drafts_of(each) for each in requests]
+        return [self.drafts_of(request) for request in requests]
 
     def drafts_of(self, request: DraftRequest) -> list[int]:
-        known, tokens = list(request.token_ids), list(request.continuation)
+        context, tokens = list(request.token_ids), list(request.continuation)
         assert request.max_drafts == len(tokens)
-        CONTINUED.append([*known, *tokens])
-        chance = random.Random(sum(known) + len(known))
+        CONTINUED.append([*context, *tokens])
+        chance = random.Random(sum(context) + len(context))
         match chance.randrange(6):
             case 0:
                 return []
@@ -89,13 +89,13 @@ class Informed(DraftModelProposer):
     name = "informed"
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        found = []
+        drafts = []
         for request in requests:
-            known = list(request.token_ids)
-            CONTINUED.append([*known, *request.continuation])
-            answer = next(each for each in ANSWERS if each[: len(known)] == known)
-            found.append(answer[len(known) :][: request.max_drafts])
-        return found
+            context = list(request.token_ids)
+            CONTINUED.append([*context, *request.continuation])
+            answer = next(candidate for candidate in ANSWERS if candidate[: len(context)] == context)
+            drafts.append(answer[len(context) :][: request.max_drafts])
+        return drafts
 
 
 Models = Callable[..., TinyModel]
@@ -135,22 +135,22 @@ def check_same(
         plain: Options of the engine without drafts.
         options: Options of the engine with drafts.
     """
-    wanted = generated(model, params, prompts, **(plain or {}))[0]
+    expected = generated(model, params, prompts, **(plain or {}))[0]
     with model.engine(drafts=drafts, **options) as engine:
-        found = [*engine.generate(prompts, params), *engine.generate(prompts, params)]
+        outputs = [*engine.generate(prompts, params), *engine.generate(prompts, params)]
         assert 0 == held_pages(engine)
         stats = engine.stats()
-    assert [*shown(wanted), *shown(wanted)] == shown(found)
-    return found, stats
+    assert [*shown(expected), *shown(expected)] == shown(outputs)
+    return outputs, stats
 
 
 def check_twin(model: TinyModel, params: SamplingParams, prompts: Sequence[Any] = SOME, **options: Any) -> Any:
     """Let a model be its own draft model, and check that everything it continued is what was generated."""
     CONTINUED.clear()
     outputs, stats = check_same(model, {**by(model.path), "name": "meddling"}, params, prompts, **options)
-    whole = [[*each.prompt_token_ids, *each.token_ids] for each in outputs]
+    answers = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
     assert len(CONTINUED) > len(prompts)
-    assert [] == [tokens for tokens in CONTINUED if not any(each[: len(tokens)] == tokens for each in whole)]
+    assert [] == [tokens for tokens in CONTINUED if not any(answer[: len(tokens)] == tokens for answer in answers)]
     assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
     return stats
 
@@ -215,12 +215,12 @@ def test_its_state_is_right_after_drafts_that_are_not_its_own(models: Models, tm
     model, params = models("llama"), SamplingParams(max_new_tokens=16)
     draft = attrs.evolve(TinyModel.save(tmp_path, "llama", seed=7), registry=model.registry).in_dtype("float64")
     CONTINUED.clear()
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in generated(model, params, SOME[:2])[0]]
+    ANSWERS[:] = [[*output.prompt_token_ids, *output.token_ids] for output in generated(model, params, SOME[:2])[0]]
     _, stats = check_same(model, {**by(tmp_path), "name": "informed"}, params, SOME[:2])
     assert stats.draft_tokens == stats.accepted_draft_tokens > 0
     # Alone, the draft model goes on after the same tokens with the same ones.
-    alone = generated(draft, SamplingParams(max_new_tokens=1), [each[:-1] for each in CONTINUED])[0]
-    assert [each[-1:] for each in CONTINUED] == [list(each.token_ids) for each in alone]
+    alone = generated(draft, SamplingParams(max_new_tokens=1), [tokens[:-1] for tokens in CONTINUED])[0]
+    assert [tokens[-1:] for tokens in CONTINUED] == [list(output.token_ids) for output in alone]
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -268,13 +268,13 @@ def test_stops_and_log_probabilities_are_the_same(models: Models) -> None:
     params = SamplingParams(max_new_tokens=12, temperature=1.5, seed=8, stop_token_ids=tuple(range(0, 128, 9)))
     check_same(model, by(model.path), params)
     params = SamplingParams(max_new_tokens=12, logprobs=True, prompt_logprobs=True)
-    wanted = generated(model, params, SOME)[0]
+    expected = generated(model, params, SOME)[0]
     with model.engine(drafts=by(model.path), max_num_batched_tokens=24) as engine:
-        found = engine.generate(SOME, params)
+        outputs = engine.generate(SOME, params)
         assert engine.stats().accepted_draft_tokens == engine.stats().draft_tokens > 0
-    for one, other in zip(wanted, found, strict=True):
-        assert one.token_ids == other.token_ids
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    for output, other in zip(expected, outputs, strict=True):
+        assert output.token_ids == other.token_ids
+        assert output.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
 @pytest.mark.whole
@@ -287,15 +287,15 @@ def test_the_served_model_skips_prompt_tokens_and_the_draft_model_does_not(model
 @pytest.mark.parametrize("family", ["mamba2", pytest.param("gemma3_text", marks=pytest.mark.whole)])
 def test_both_models_run_in_graphs(models: Models, family: str) -> None:
     model = models(family, "float32")
-    wanted = generated(model, greedy(model), SOME)[0]
+    expected = generated(model, greedy(model), SOME)[0]
     with model.engine(drafts=by(model.path), graphs=(4, 8)) as engine:
         draft = runner_of(engine).draft
         runners: list[Any] = [runner_of(engine), draft.runner]
-        captured = [each.graphs.num_graphs for each in runners]
+        captured = [model_runner.graphs.num_graphs for model_runner in runners]
         for _ in range(2):
-            assert shown(wanted) == shown(engine.generate(SOME, greedy(model)))
+            assert shown(expected) == shown(engine.generate(SOME, greedy(model)))
         # No request waited for a capture.
-        assert captured == [each.graphs.num_graphs for each in runners]
+        assert captured == [model_runner.graphs.num_graphs for model_runner in runners]
         assert runner_of(engine).graphs.num_replays > 0
         assert draft.runner.graphs.num_replays > 0
         # It follows in graphs too: no logits are wanted then.
@@ -325,10 +325,10 @@ def test_a_saved_prefix_holds_both_models_and_is_refused_for_another_draft_model
     model, params = models("gemma3_text"), SamplingParams(max_new_tokens=12)
     with model.engine(drafts=by(model.path)) as engine:
         engine.save_prefixes(tmp_path / "saved", [PROMPTS[3]])
-        wanted = engine.generate([[*PROMPTS[3], 1, 2]], params)
+        expected = engine.generate([[*PROMPTS[3], 1, 2]], params)
     with model.engine(drafts=by(model.path)) as engine:
-        assert [True] == [each.is_cached for each in engine.load_prefixes(tmp_path / "saved")]
-        assert shown(wanted) == shown(engine.generate([[*PROMPTS[3], 1, 2]], params))
+        assert [True] == [saved_prefix.is_cached for saved_prefix in engine.load_prefixes(tmp_path / "saved")]
+        assert shown(expected) == shown(engine.generate([[*PROMPTS[3], 1, 2]], params))
         stats = engine.stats()
         assert stats.cached_prompt_tokens > 0
         assert stats.accepted_draft_tokens == stats.draft_tokens > 0
@@ -346,7 +346,7 @@ def test_a_draft_model_that_fails_is_set_aside(
     models: Models, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, params = models("llama"), SamplingParams(max_new_tokens=12)
-    wanted = generated(model, params, SOME)[0]
+    expected = generated(model, params, SOME)[0]
     for failing_call, kind in ((1, SystemExit), (2, KeyboardInterrupt), (5, RuntimeError)):
         caplog.clear()
         with model.engine(drafts=by(model.path)) as engine:
@@ -361,7 +361,7 @@ def test_a_draft_model_that_fails_is_set_aside(
                 return forward(*inputs)
 
             monkeypatch.setattr(draft, "forward", fail)
-            assert shown(wanted) == shown(engine.generate(SOME, params))
+            assert shown(expected) == shown(engine.generate(SOME, params))
             assert 0 == held_pages(engine)
             assert failing_call == len(calls)
         monkeypatch.undo()
@@ -377,11 +377,13 @@ def test_a_draft_model_whose_logits_are_not_numbers_continues_nothing(models: Mo
         saved.lm_head.weight.fill_(torch.nan)
     saved.save_pretrained(tmp_path)
     CONTINUED.clear()
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in generated(model, greedy(model), SOME[:2])[0]]
+    ANSWERS[:] = [
+        [*output.prompt_token_ids, *output.token_ids] for output in generated(model, greedy(model), SOME[:2])[0]
+    ]
     _, stats = check_same(model, {**by(tmp_path), "name": "informed"}, greedy(model), SOME[:2])
     assert stats.accepted_draft_tokens == stats.draft_tokens > 0
     # What was continued is what was known, without a token after it.
-    assert [] == [each for each in CONTINUED if min(each) < 0]
+    assert [] == [tokens for tokens in CONTINUED if min(tokens) < 0]
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -428,9 +430,9 @@ def test_of_several_ranks_the_first_one_loads_the_draft_model_whole(
     model, loaded = models("llama"), []
     load = FoundAdapter.load
 
-    def noting(adapter: FoundAdapter, path: Path, **asked: Any) -> Any:
-        loaded.append(asked)
-        return load(adapter, path, **asked)
+    def noting(adapter: FoundAdapter, path: Path, **options: Any) -> Any:
+        loaded.append(options)
+        return load(adapter, path, **options)
 
     monkeypatch.setattr(FoundAdapter, "load", noting)
     stack = make_stack(drafts=by(model.path))
@@ -471,13 +473,13 @@ def test_the_command_line_plans_explains_and_generates_with_it(models: Models, t
 
     path, name = str(model.path), "draft:model.layers.0.self_attn"
     assert name in run_json("plan", path, "--stack", str(stack), "--cache-memory", "4MiB")["groups"][1]["layers"]
-    explained = {each["layer"]: each for each in run_json("explain", path, "--stack", str(stack))["layers"]}
+    explained = {layer["layer"]: layer for layer in run_json("explain", path, "--stack", str(stack))["layers"]}
     assert "kvframe:torch_reference" == explained[name]["backend"] != explained["model.layers.3.self_attn"]["backend"]
-    asked = ("generate", path, "--prompt-token-ids", str(prompts), "--max-new-tokens", "12", "--memory", "4MiB")
-    plain, drafted = run_json(*asked), run_json(*asked, "--drafts", json.dumps(drafts))
+    command = ("generate", path, "--prompt-token-ids", str(prompts), "--max-new-tokens", "12", "--memory", "4MiB")
+    plain, drafted = run_json(*command), run_json(*command, "--drafts", json.dumps(drafts))
     assert plain["outputs"] == drafted["outputs"]
     assert drafted["stats"]["draft_tokens"] > 0 == plain["stats"]["draft_tokens"]
-    wrong = run(*asked, "--drafts", '{"model": "small"}')
+    wrong = run(*command, "--drafts", '{"model": "small"}')
     assert 2 == wrong.exit_code
     assert 'is no JSON object with a "name" and options' in wrong.output
 

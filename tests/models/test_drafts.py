@@ -70,14 +70,14 @@ def check_same(
 
     A format of fewer bits changes outputs, so they are compared with those of the format without drafts.
     """
-    kept = {key: value for key, value in options.items() if key == "format"}
-    expected, without = generated(model, params, prompts, **kept)
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in expected]
+    format_option = {key: value for key, value in options.items() if key == "format"}
+    expected, without = generated(model, params, prompts, **format_option)
+    ANSWERS[:] = [[*output.prompt_token_ids, *output.token_ids] for output in expected]
     with model.engine(drafts=drafts, **options) as engine:
-        found = engine.generate(prompts, params)
+        outputs = engine.generate(prompts, params)
         assert 0 == held_pages(engine)
         with_drafts = engine.stats()
-    assert shown(expected) == shown(found)
+    assert shown(expected) == shown(outputs)
     assert 0 < with_drafts.accepted_draft_tokens <= with_drafts.draft_tokens
     assert without.generated_tokens == with_drafts.generated_tokens
     return without, with_drafts
@@ -163,14 +163,14 @@ def test_log_probabilities_of_prompts_are_the_same(models: Any) -> None:
     budget = {"max_num_batched_tokens": 24}
     with model.engine(**budget) as engine:
         expected = engine.generate(PROMPTS, params)
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in expected]
+    ANSWERS[:] = [[*output.prompt_token_ids, *output.token_ids] for output in expected]
     with model.engine(drafts="knowing", **budget) as engine:
-        found = engine.generate(PROMPTS, params)
+        outputs = engine.generate(PROMPTS, params)
         assert engine.stats().accepted_draft_tokens > 0
-    for one, other in zip(expected, found, strict=True):
-        assert one.token_ids == other.token_ids
-        assert one.prompt_logprobs is not None
-        assert one.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-4)  # type: ignore[index]
+    for output, other in zip(expected, outputs, strict=True):
+        assert output.token_ids == other.token_ids
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-4)  # type: ignore[index]
 
 
 def test_ngram_needs_fewer_steps_for_what_repeats_itself(circling: TinyModel) -> None:
@@ -180,15 +180,15 @@ def test_ngram_needs_fewer_steps_for_what_repeats_itself(circling: TinyModel) ->
 
 def test_ngram_repeats_what_another_request_of_the_salt_generated(models: Any) -> None:
     model, params = models("llama"), SamplingParams(max_new_tokens=24)
-    found = {}
+    num_steps = {}
     for shared_tokens in (0, 1000):
         with model.engine(drafts={"name": "ngram", "shared_tokens": shared_tokens}) as engine:
             first = engine.generate(PROMPTS[3:4], params, cache_salt="one")
             for salt in ("other", "one"):
                 before = engine.stats().steps
                 assert shown(first) == shown(engine.generate(PROMPTS[3:4], params, cache_salt=salt))
-                found[shared_tokens, salt] = engine.stats().steps - before
-    assert found[0, "one"] == found[0, "other"] == found[1000, "other"] > 2 * found[1000, "one"]
+                num_steps[shared_tokens, salt] = engine.stats().steps - before
+    assert num_steps[0, "one"] == num_steps[0, "other"] == num_steps[1000, "other"] > 2 * num_steps[1000, "one"]
 
 
 @pytest.mark.parametrize("family", STATES)
@@ -243,8 +243,8 @@ def test_an_engine_that_streams_reports_accepted_drafts_at_once(models: Any) -> 
     with model.engine() as engine:
         expected = engine.generate(PROMPTS[3:4], params)
     ANSWERS[:] = [[*expected[0].prompt_token_ids, *expected[0].token_ids]]
-    made: Engine = model.engine(drafts="knowing")
-    with made as engine:
+    drafting_engine: Engine = model.engine(drafts="knowing")
+    with drafting_engine as engine:
         pieces = [piece.new_token_ids for piece in engine.stream(PROMPTS[3], params)]
     assert expected[0].token_ids == sum(pieces, ())
     assert max(map(len, pieces)) > 1

@@ -47,16 +47,16 @@ def pooled(states: torch.Tensor, mode: str) -> torch.Tensor:
     return {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[mode]
 
 
-def difference(expected: Sequence[torch.Tensor], found: Sequence[Any]) -> float:
+def difference(expected: Sequence[torch.Tensor], vectors: Sequence[Any]) -> float:
     """Return the largest relative difference between pairs."""
-    pairs = zip(expected, found, strict=True)
+    pairs = zip(expected, vectors, strict=True)
     return max(float((torch.as_tensor(have) - want).norm() / want.norm()) for want, have in pairs)
 
 
-def embedded(made: Embedder) -> list[Any]:
-    outputs = made.embed(TEXTS)
+def embedded(model_embedder: Embedder) -> list[Any]:
+    outputs = model_embedder.embed(TEXTS)
     assert {"computed"} == {output.finish_reason for output in outputs}
-    assert 0 == manager_of(made).num_held_pages
+    assert 0 == manager_of(model_embedder).num_held_pages
     return [output.embedding for output in outputs]
 
 
@@ -78,10 +78,10 @@ def test_mixed_lengths_in_one_batch_give_the_plain_hidden_states(
     assembly.layers.local.is_poisoned = True
     model.loaded.attach(assembly.layers)
     try:
-        found = run_packed(assembly, [list(text) for text in TEXTS])
+        states = run_packed(assembly, [list(text) for text in TEXTS])
     finally:
         model.loaded.detach()
-    assert difference(expected, found) < 1e-5
+    assert difference(expected, states) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_embeddings_of_an_encoder_are_the_plain_ones(
     model = models(family)
     expected = [pooled(plain_states(model, text), mode) for text in TEXTS]
     options = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs, "backend": backend}
-    with embedder(model, pooling=mode, block_size=block_size, **options) as made:
-        assert difference(expected, embedded(made)) < 1e-5
-        stats = made.stats()
+    with embedder(model, pooling=mode, block_size=block_size, **options) as model_embedder:
+        assert difference(expected, embedded(model_embedder)) < 1e-5
+        stats = model_embedder.stats()
     assert (0, 0, 0) == (stats.cache_bytes, stats.cached_prompt_tokens, stats.generated_tokens)
     assert sum(map(len, TEXTS)) == stats.computed_tokens
 
@@ -115,8 +115,8 @@ def test_embeddings_of_an_encoder_are_the_plain_ones(
 def test_the_self_check_of_an_encoder_runs_in_a_small_step_too(models: Any, family: str) -> None:
     for max_num_batched_tokens, max_num_seqs in ((2048, 64), (8, 1)):
         options = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
-        with embedder(models(family), self_check=True, **options) as made:
-            assert 1 == len(made.embed([TEXTS[0]]))
+        with embedder(models(family), self_check=True, **options) as model_embedder:
+            assert 1 == len(model_embedder.embed([TEXTS[0]]))
 
 
 def test_an_encoder_whose_attention_is_causal_by_mistake_would_show(
@@ -129,8 +129,8 @@ def test_an_encoder_whose_attention_is_causal_by_mistake_would_show(
     model = models("bert")
     expected = [pooled(plain_states(model, text), "mean") for text in TEXTS]
     monkeypatch.setattr(EncoderOnlySpec, "mask", property(lambda _: AttentionMask()))
-    with embedder(model) as made:
-        assert difference(expected, embedded(made)) > 1e-2
+    with embedder(model) as model_embedder:
+        assert difference(expected, embedded(model_embedder)) > 1e-2
 
 
 # --- decoders ---------------------------------------------------------------------------------------------------------
@@ -146,9 +146,9 @@ def test_embeddings_of_a_decoder_are_the_plain_ones_in_chunks_too(
     model = models(family)
     expected = [pooled(plain_states(model, text), mode) for text in TEXTS]
     options = {"block_size": block_size, "max_num_batched_tokens": max_num_batched_tokens}
-    with embedder(model, pooling=mode, **options) as made:
-        assert difference(expected, embedded(made)) < 1e-4
-        assert (mode == "last") == (made.stats().cached_prompt_tokens > 0)
+    with embedder(model, pooling=mode, **options) as model_embedder:
+        assert difference(expected, embedded(model_embedder)) < 1e-4
+        assert (mode == "last") == (model_embedder.stats().cached_prompt_tokens > 0)
 
 
 def test_the_body_of_a_decoder_is_found_by_its_class_too(models: Any) -> None:
@@ -157,28 +157,31 @@ def test_the_body_of_a_decoder_is_found_by_its_class_too(models: Any) -> None:
     loaded: Any = model.loaded
     with torch.inference_mode():
         expected = [loaded.model.model(torch.tensor([text])).last_hidden_state[0, -1] for text in TEXTS]
-    with embedder(model, self_check=True) as made:
-        assert difference(expected, embedded(made)) < 1e-4
+    with embedder(model, self_check=True) as model_embedder:
+        assert difference(expected, embedded(model_embedder)) < 1e-4
 
 
 def test_a_decoder_that_pools_its_last_token_keeps_its_cache_and_its_prefixes(models: Any) -> None:
     model = models("qwen3")
     expected = [pooled(plain_states(model, text), "last") for text in TEXTS[4:6]]
-    with embedder(model, block_size=4) as made:
-        assert ("last", 1) == (made.pooling.mode, len(made.plan.groups))
-        assert made.stats().cache_bytes > 0
-        outputs = [*made.embed([TEXTS[4]]), *made.embed([TEXTS[5]])]
+    with embedder(model, block_size=4) as model_embedder:
+        assert ("last", 1) == (model_embedder.pooling.mode, len(model_embedder.plan.groups))
+        assert model_embedder.stats().cache_bytes > 0
+        outputs = [*model_embedder.embed([TEXTS[4]]), *model_embedder.embed([TEXTS[5]])]
         assert difference(expected, [output.embedding for output in outputs]) < 1e-4
         # 39 tokens, then 55, the first 36 of which are 9 cached blocks.
-        assert (39 + 55 - 36, 36) == (made.stats().computed_tokens, made.stats().cached_prompt_tokens)
+        assert (39 + 55 - 36, 36) == (
+            model_embedder.stats().computed_tokens,
+            model_embedder.stats().cached_prompt_tokens,
+        )
 
 
 @pytest.mark.parametrize("family", ["lfm2", "bamba"])
 def test_a_hybrid_decoder_embeds_from_its_states(models: Any, family: str) -> None:
     model = models(family)
     expected = [pooled(plain_states(model, text), "last") for text in TEXTS]
-    with embedder(model, max_num_batched_tokens=24) as made:
-        assert difference(expected, embedded(made)) < 1e-4
+    with embedder(model, max_num_batched_tokens=24) as model_embedder:
+        assert difference(expected, embedded(model_embedder)) < 1e-4
 
 
 @pytest.mark.parametrize("mode", ["last", "mean"])
@@ -186,16 +189,16 @@ def test_layers_that_skip_tokens_give_the_plain_embeddings(models: Any, mode: st
     model = models("gemma3n_text")
     expected = [pooled(plain_states(model, text), mode) for text in TEXTS]
     options = {"prefill_skipping": "decode_only", "max_num_batched_tokens": 40, "self_check": True}
-    with embedder(model, pooling=mode, **options) as made:
-        assert runner_of(made)._layers.skipped
-        assert difference(expected, embedded(made)) < 1e-4
+    with embedder(model, pooling=mode, **options) as model_embedder:
+        assert runner_of(model_embedder)._layers.skipped
+        assert difference(expected, embedded(model_embedder)) < 1e-4
 
 
 def test_one_loaded_model_generates_and_embeds_by_turns(models: Any) -> None:
     model = models("llama")
     with model.engine() as engine:
         before = engine.generate([TEXTS[1]])[0].token_ids
-    with embedder(model) as made:
-        made.embed([TEXTS[1]])
+    with embedder(model) as model_embedder:
+        model_embedder.embed([TEXTS[1]])
     with model.engine() as engine:
         assert before == engine.generate([TEXTS[1]])[0].token_ids

@@ -114,14 +114,14 @@ def test_families_that_no_code_names_are_served_by_rule(models: Any, references:
 @pytest.mark.parametrize("family", few(2, FAMILIES))
 def test_prompt_logprobs_are_those_of_the_plain_model(models: Any, family: str) -> None:
     # More than tokens show: every logit of a long decoder prompt, computed in chunks beside others.
-    model, wanted = models(family), [prompts(family)[index] for index in (3, 6, 7)]
+    model, chosen_prompts = models(family), [prompts(family)[index] for index in (3, 6, 7)]
     expected = []
-    for prompt in wanted:
+    for prompt in chosen_prompts:
         decoder = decoder_of(prompt)
         logprobs = plain_logits(model, family, prompt.encoder, decoder).log_softmax(-1)
         expected.append(logprobs[range(len(decoder) - 1), decoder[1:]])
     with model.engine(max_num_batched_tokens=7, block_size=4) as engine:
-        outputs = engine.generate(wanted, SamplingParams(max_new_tokens=1, prompt_logprobs=True))
+        outputs = engine.generate(chosen_prompts, SamplingParams(max_new_tokens=1, prompt_logprobs=True))
     for logprobs, output in zip(expected, outputs, strict=True):
         assert output.prompt_logprobs is not None
         # Ten times the largest difference that was measured, here and with draft tokens.
@@ -144,13 +144,13 @@ def test_preempted_requests_give_the_same_tokens(
 def test_requests_that_come_while_others_run_give_the_same_tokens(models: Any, references: Any, family: str) -> None:
     expected = references(family)
     with models(family).engine(block_size=4, max_num_batched_tokens=24) as engine:
-        found: dict[str, tuple[int, ...]] = {}
+        tokens: dict[str, tuple[int, ...]] = {}
         for index, prompt in enumerate(prompts(family)):
             engine.add_request(prompt, GREEDY, str(index))
-            found |= {output.request_id: output.token_ids for output in engine.step()}
+            tokens |= {output.request_id: output.token_ids for output in engine.step()}
         while engine.has_unfinished:
-            found |= {output.request_id: output.token_ids for output in engine.step()}
-    assert expected == [found[str(index)] for index in range(len(expected))]
+            tokens |= {output.request_id: output.token_ids for output in engine.step()}
+    assert expected == [tokens[str(index)] for index in range(len(expected))]
 
 
 @pytest.mark.parametrize("family", few(2, FAMILIES))
@@ -203,14 +203,14 @@ def test_ten_requests_with_one_input_encode_it_once_and_hold_its_blocks_once(mod
         for _ in range(10):
             engine.add_request(Prompt(encoder=encoder), GREEDY)
         tokens: dict[str, tuple[int, ...]] = {}
-        held = set()
+        held_blocks = set()
         while engine.has_unfinished:
             tokens |= {output.request_id: output.token_ids for output in engine.step()}
             if len(scheduler_of(engine).running) == 10:
-                held.add(engine.stats().blocks_held)
+                held_blocks.add(engine.stats().blocks_held)
         own = [10] * len(engine.plan.groups)
         own[cross_group(engine)] = -(-num_tokens // BLOCK)
-        assert {tuple(own)} == held
+        assert {tuple(own)} == held_blocks
         assert num_tokens == engine.stats().computed_input_tokens
     handle.remove()
     assert [1] == calls.sizes
@@ -263,16 +263,16 @@ def test_a_decoder_prefix_is_found_after_the_same_input_and_after_no_other(model
     shared = [START, *ids(9, 19)]
     longer = [*shared, *ids(15, 4)]
     expected = [
-        generated(model, family, Prompt(encoder=each, decoder=longer), NUM_NEW_TOKENS) for each in (first, second)
+        generated(model, family, Prompt(encoder=encoder, decoder=longer), NUM_NEW_TOKENS) for encoder in (first, second)
     ]
     with model.engine(block_size=4) as engine:
         engine.generate([Prompt(encoder=first, decoder=shared)], GREEDY)
-        found = []
+        hits = []
         for encoder in (first, second):
             before = engine.stats().cached_prompt_tokens
             (output,) = engine.generate([Prompt(encoder=encoder, decoder=longer)], GREEDY)
-            found.append((engine.stats().cached_prompt_tokens - before, output.token_ids))
-    assert [(20, expected[0]), (0, expected[1])] == found
+            hits.append((engine.stats().cached_prompt_tokens - before, output.token_ids))
+    assert [(20, expected[0]), (0, expected[1])] == hits
 
 
 def test_inputs_that_differ_in_one_number_share_nothing(models: Any) -> None:
@@ -487,13 +487,13 @@ def expected_text(model: TinyModel, encoder: str, decoder: str | None, num_new_t
 
 
 def test_text_goes_to_the_encoder_and_a_text_for_the_decoder_is_continued(texts: TinyModel) -> None:
-    asked = [("The encoder reads", None), ("this sentence once", "however many")]
-    expected = [expected_text(texts, encoder, decoder, 12) for encoder, decoder in asked]
+    requests = [("The encoder reads", None), ("this sentence once", "however many")]
+    expected = [expected_text(texts, encoder, decoder, 12) for encoder, decoder in requests]
     with texts.engine() as engine:
         params = SamplingParams(max_new_tokens=12)
-        outputs = engine.generate([asked[0][0], Prompt(encoder=asked[1][0], decoder=asked[1][1])], params)
+        outputs = engine.generate([requests[0][0], Prompt(encoder=requests[1][0], decoder=requests[1][1])], params)
         assert expected == [output.text for output in outputs]
-        pieces = [output.new_text for output in engine.stream(asked[0][0], params)]
+        pieces = [output.new_text for output in engine.stream(requests[0][0], params)]
         assert expected[0] == "".join(pieces)
 
 
@@ -506,9 +506,9 @@ def test_generate_reads_text_at_the_command_line(texts: TinyModel) -> None:
 
 def test_text_for_an_encoder_of_sound_is_refused_at_the_command_line(tmp_path: Any) -> None:
     save_tiny(tmp_path, "whisper")
-    done = run("generate", str(tmp_path), "--prompt", "some text", "--memory", "4MiB")
-    assert 2 == done.exit_code
-    assert "reads features (input_features), a tensor or an array of numbers, not text" in done.output
+    result = run("generate", str(tmp_path), "--prompt", "some text", "--memory", "4MiB")
+    assert 2 == result.exit_code
+    assert "reads features (input_features), a tensor or an array of numbers, not text" in result.output
 
 
 # --- at the command line ----------------------------------------------------------------------------------------------
@@ -516,9 +516,9 @@ def test_text_for_an_encoder_of_sound_is_refused_at_the_command_line(tmp_path: A
 
 def test_the_plan_shows_the_encoders_group(tmp_path: Any) -> None:
     save_tiny(tmp_path, "whisper")
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(main, ["plan", str(tmp_path), "--cache-memory", "4MiB"])
-    assert 0 == done.exit_code, done.output
-    (row,) = [line for line in done.output.splitlines() if "cross_attention" in line]
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(main, ["plan", str(tmp_path), "--cache-memory", "4MiB"])
+    assert 0 == result.exit_code, result.output
+    (row,) = [line for line in result.output.splitlines() if "cross_attention" in line]
     assert "every encoder token" in row
 
 
@@ -528,9 +528,9 @@ def test_generate_reads_prompts_as_the_encoders_input(family: str, tmp_path: Any
     expected = generated(model, family, Prompt(encoder=ids(4, 17)), 5)
     (tmp_path / "prompts.jsonl").write_text(str(ids(4, 17)) + "\n")
     arguments = ["--prompt-token-ids", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "5", "--memory", "4MiB"]
-    done = run("generate", str(tmp_path), *arguments)
-    assert 0 == done.exit_code, done.output
-    assert " ".join(map(str, expected)) in done.output
+    result = run("generate", str(tmp_path), *arguments)
+    assert 0 == result.exit_code, result.output
+    assert " ".join(map(str, expected)) in result.output
     (output,) = run_json("generate", str(tmp_path), *arguments, "--json", "--prompt-logprobs")["outputs"]
     # The continued tokens, as their log-probabilities are reported.
     assert ([START], [None]) == (output["prompt_token_ids"], output["prompt_logprobs"])

@@ -38,7 +38,11 @@ FAMILIES = {
     "bamba": (Int8TokenHead(),),  # states beside attention
     "deepseek_v2": (Int8TokenHead(),),  # latents, which have no format
 }
-CASES = [pytest.param(family, each, id=f"{family}-{each.name}") for family, some in FAMILIES.items() for each in some]
+CASES = [
+    pytest.param(family, kv_format, id=f"{family}-{kv_format.name}")
+    for family, some in FAMILIES.items()
+    for kv_format in some
+]
 
 SMALL_STEPS = {"max_num_batched_tokens": 13, "block_size": 3}
 TIGHT = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 5, "max_num_seqs": 8}
@@ -52,13 +56,13 @@ def in_stack(kv_format: KVFormat) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def expected(models: Any) -> Any:
     """Return the tokens of a model on plain pages of rounded keys and values, computed once."""
-    found: dict[Any, Any] = {}
+    tokens_by_case: dict[Any, Any] = {}
 
     def tokens(family: str, kv_format: KVFormat) -> Any:
-        if (family, kv_format) not in found:
+        if (family, kv_format) not in tokens_by_case:
             with rounding(kv_format), on_torch(models(family)) as engine:
-                found[family, kv_format] = served(engine)
-        return found[family, kv_format]
+                tokens_by_case[family, kv_format] = served(engine)
+        return tokens_by_case[family, kv_format]
 
     return tokens
 
@@ -77,14 +81,14 @@ def test_a_format_equals_plain_pages_of_the_values_that_it_reads_back(
 ) -> None:
     tokens = expected(family, kv_format)
     with on_torch(models(family), format=in_stack(kv_format), **options) as engine:
-        stored = {spec.kv_format for group in engine.grouping.groups for spec in group.stored}
-        assert stored == (
+        formats = {spec.kv_format for group in engine.grouping.groups for spec in group.stored}
+        assert formats == (
             {PLAIN} if family == "deepseek_v2" else {kv_format, PLAIN} if family == "bamba" else {kv_format}
         )
         assert tokens == served(engine)
 
 
-@pytest.mark.parametrize("kv_format", FORMATS, ids=lambda each: each.name)
+@pytest.mark.parametrize("kv_format", FORMATS, ids=lambda kv_format: kv_format.name)
 def test_the_reference_gives_the_tokens_of_the_torch_backend_on_every_format(
     models: Any, expected: Any, kv_format: KVFormat
 ) -> None:
@@ -96,7 +100,7 @@ def test_the_reference_gives_the_tokens_of_the_torch_backend_on_every_format(
 @pytest.mark.parametrize(
     ("kv_format", "host_memory"),
     few(2, product([Int8TokenHead(), Int4TokenHead()], [None, "1MiB"])),
-    ids=lambda each: getattr(each, "name", each),
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_preempted_requests_give_the_same_tokens(
     models: Any, expected: Any, kv_format: KVFormat, host_memory: str | None
@@ -121,11 +125,11 @@ def test_an_encoders_keys_and_values_are_stored_so_too(models: Any, family: str,
             return [output.token_ids for output in engine.generate(prompts, params)]
 
     with rounding(kv_format):
-        wanted = tokens()
-    assert wanted == tokens(format=kv_format.name)
+        expected_tokens = tokens()
+    assert expected_tokens == tokens(format=kv_format.name)
 
 
-@pytest.mark.parametrize("kv_format", FORMATS, ids=lambda each: each.name)
+@pytest.mark.parametrize("kv_format", FORMATS, ids=lambda kv_format: kv_format.name)
 def test_fewer_bits_change_a_prompts_likelihoods_in_proportion(models: Any, kv_format: KVFormat) -> None:
     params = SamplingParams(max_new_tokens=1, prompt_logprobs=True)
 
@@ -165,15 +169,15 @@ def test_the_rounding_of_a_format_hides_no_wrong_attention(models: Any, monkeypa
     attend = TorchBackend.attend
 
     @functools.wraps(attend)
-    def scaled(self: Any, layer: Any, query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        return attend(self, layer, query * 1.01, *rest, **named)
+    def scaled(self: Any, layer: Any, query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        return attend(self, layer, query * 1.01, *rest, **options)
 
     monkeypatch.setattr(TorchBackend, "attend", scaled)
     with pytest.raises(
         BackendError, match=r"'kvframe-torch:torch' computes layer 'model\.layers\.0\.self_attn' wrongly"
-    ) as found:
+    ) as failure:
         models("llama").engine(format="int4_token_head", self_check=True, backend="torch")
-    assert "allowed 3.5e-04" in str(found.value.__context__)
+    assert "allowed 3.5e-04" in str(failure.value.__context__)
 
 
 # --- wrong formats ----------------------------------------------------------------------------------------------------
@@ -193,13 +197,13 @@ class Faulty(PlainFormat):
         if function == self.function and self.calls.count(function) == self.after + 1:
             raise ValueError(f"{function} fails")
 
-    def write(self, *given: Any) -> None:
+    def write(self, *arguments: Any) -> None:
         self._count("write")
-        super().write(*given)
+        super().write(*arguments)
 
-    def read(self, *given: Any) -> None:
+    def read(self, *arguments: Any) -> None:
         self._count("read")
-        super().read(*given)
+        super().read(*arguments)
 
 
 @pytest.mark.parametrize(("after", "function"), cover_values([0, 1, 10], ["write", "read"]))
@@ -212,8 +216,10 @@ def test_a_format_that_raises_ends_the_requests_of_the_step_and_nothing_is_left_
         monkeypatch.setattr(Faulty, name, value, raising=False)
     registry = load_plugins(plugins=[plugin("theirs", formats={"faulty": Faulty})]).registry
     with attrs.evolve(model, registry=registry).engine(backend="torch", format="faulty", max_num_seqs=2) as engine:
-        said = rf"'kvframe-torch:torch', of layer .*: \w+\(\) failed in line \d+ of '{__name__}': Val.*: {function} f"
-        with pytest.raises(BackendError, match=said):
+        message = (
+            rf"'kvframe-torch:torch', of layer .*: \w+\(\) failed in line \d+ of '{__name__}': Val.*: {function} f"
+        )
+        with pytest.raises(BackendError, match=message):
             engine.generate(PROMPTS, GREEDY)
         assert not engine.has_unfinished
         assert 0 == held_pages(engine)
@@ -234,7 +240,7 @@ def test_a_format_without_state_tensors_is_refused_at_the_start(models: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("shapes", "said"),
+    ("shapes", "message"),
     [
         (((4,), (5,)), r"gives .*\(4,\).* the first time and .*\(5,\).* the second time; it has to give the same"),
         (([4], [4]), r"has the shape \[4\]; a shape is a tuple of whole numbers from 1 on"),
@@ -242,7 +248,7 @@ def test_a_format_without_state_tensors_is_refused_at_the_start(models: Any) -> 
     ],
     ids=["changes", "list", "number"],
 )
-def test_a_format_with_wrong_or_changing_shapes_is_refused_at_the_start(models: Any, shapes: Any, said: str) -> None:
+def test_a_format_with_wrong_or_changing_shapes_is_refused_at_the_start(models: Any, shapes: Any, message: str) -> None:
     answers = cycle(shapes)
 
     class Unsteady(PlainFormat):
@@ -254,29 +260,29 @@ def test_a_format_with_wrong_or_changing_shapes_is_refused_at_the_start(models: 
 
     registry = load_plugins(plugins=[plugin("theirs", formats={"unsteady": Unsteady})]).registry
     model = attrs.evolve(models("llama"), registry=registry)
-    with pytest.raises(SpecError, match=rf"KV format 'unsteady': .*{said}"):
+    with pytest.raises(SpecError, match=rf"KV format 'unsteady': .*{message}"):
         model.engine(format="unsteady")
 
 
 @pytest.mark.parametrize("num_alike", [2, 9, 12, 16])
 @pytest.mark.parametrize("later", [None, {"k": StateTensor((1,), "int8")}], ids=["none", "other"])
 def test_a_format_is_asked_at_the_start_only(models: Any, num_alike: int, later: Any) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     class Changing(PlainFormat):
         name: ClassVar[str] = "changing"
 
         def state_tensors(self, *sizes: Any) -> Any:
-            asked.append(sizes)
-            return PlainFormat().state_tensors(*sizes) if len(asked) <= num_alike else later
+            calls.append(sizes)
+            return PlainFormat().state_tensors(*sizes) if len(calls) <= num_alike else later
 
     registry = load_plugins(plugins=[plugin("theirs", formats={"changing": Changing})]).registry
     model = attrs.evolve(models("llama"), registry=registry)
     params = SamplingParams(max_new_tokens=3)
     with model.engine() as plain:
-        wanted = plain.generate([[1, 2, 3]], params)[0].token_ids
+        expected_tokens = plain.generate([[1, 2, 3]], params)[0].token_ids
     with model.engine(format="changing") as engine:
-        assert (wanted, 2) == (engine.generate([[1, 2, 3]], params)[0].token_ids, len(asked))
+        assert (expected_tokens, 2) == (engine.generate([[1, 2, 3]], params)[0].token_ids, len(calls))
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------

@@ -119,8 +119,8 @@ def test_a_slightly_wrong_attention_would_show(
     attend = TorchReferenceBackend.attend
 
     @functools.wraps(attend)
-    def scaled(self: Any, layer: Any, query: Any, *rest: Any, **named: Any) -> Any:
-        return attend(self, layer, query * 1.05, *rest, **named)
+    def scaled(self: Any, layer: Any, query: Any, *rest: Any, **options: Any) -> Any:
+        return attend(self, layer, query * 1.05, *rest, **options)
 
     monkeypatch.setattr(TorchReferenceBackend, "attend", scaled)
     with models(family).engine(backend="torch_reference") as engine:

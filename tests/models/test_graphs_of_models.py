@@ -101,8 +101,8 @@ def test_every_step_that_only_generates_is_replayed_with_equal_tokens(
     expected, _ = serve(models(family), family)
     noted = note_sizes(monkeypatch)
     query_lens, options = ([1, 1 + MAX_DRAFTS], {"drafts": "knowing"}) if with_drafts else ([1], {})
-    found, graphs = serve(models(family), family, graphs=[1, 2, 4, 8], **options)
-    assert expected == found
+    tokens, graphs = serve(models(family), family, graphs=[1, 2, 4, 8], **options)
+    assert expected == tokens
     assert graphs is not None
     assert set() == graphs._reasons
     assert graphs.num_replays >= (1 if with_drafts else 5)
@@ -137,8 +137,8 @@ def test_what_the_null_page_holds_reaches_no_request(
     expected, _ = serve(models(family), family)
     capture_usual = StepGraphs.capture_usual
 
-    def then_poison(graphs: StepGraphs, *given: Any) -> None:
-        capture_usual(graphs, *given)
+    def then_poison(graphs: StepGraphs, *arguments: Any) -> None:
+        capture_usual(graphs, *arguments)
         for layer in graphs._layers.states.values():
             for tensor in layer.pages.values():
                 tensor[0] = torch.nan
@@ -154,7 +154,9 @@ def test_an_input_may_be_longer_than_all_requests(models: Callable[[str], TinyMo
     with model.engine(**options) as engine:
         expected = engine.generate(prompts, GREEDY)
     with model.engine(**options, graphs=[4]) as engine:
-        assert [each.token_ids for each in expected] == [each.token_ids for each in engine.generate(prompts, GREEDY)]
+        assert [output.token_ids for output in expected] == [
+            output.token_ids for output in engine.generate(prompts, GREEDY)
+        ]
         runner: Any = runner_of(engine)
         assert runner.graphs.num_replays >= 5
 

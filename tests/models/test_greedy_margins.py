@@ -20,10 +20,10 @@ def test_the_two_largest_logits_are_further_apart_than_rounding_explains(
     model = models(family).loaded.model
     exact = exact_copy(model)
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
-        given = torch.tensor([[*prompt, *tokens[:-1]]])
+        input_ids = torch.tensor([[*prompt, *tokens[:-1]]])
         with torch.inference_mode():
-            found, right = (run(given, use_cache=False).logits[0, len(prompt) - 1 :] for run in (model, exact))
+            logits, right = (run(input_ids, use_cache=False).logits[0, len(prompt) - 1 :] for run in (model, exact))
         assert [*tokens] == right.argmax(-1).tolist()
         largest, second = right.topk(2).values.unbind(-1)
-        rounding = (found.double() - right).abs().amax(-1)
+        rounding = (logits.double() - right).abs().amax(-1)
         assert (largest - second > ROUNDINGS * rounding).all()

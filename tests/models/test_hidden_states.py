@@ -36,11 +36,11 @@ class Checking(Knowing):
     needs_hidden_states: ClassVar[bool] = True
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
-        for each in requests:
-            states = each.hidden_states
+        for request in requests:
+            states = request.hidden_states
             with torch.inference_mode():
-                found = None if states is None else HEAD[0](states).argmax(-1).tolist()
-            ASKED.append((each.request_id, found, list(each.token_ids)))
+                predictions = None if states is None else HEAD[0](states).argmax(-1).tolist()
+            ASKED.append((request.request_id, predictions, list(request.token_ids)))
         return super().propose(requests)
 
 
@@ -65,7 +65,7 @@ def serve(model: TinyModel, family: str, *, compiled: bool = False, **options: A
     prompts: Any = encoder_decoder.prompts(family) if family in WITH_ENCODERS else PROMPTS
     with model.engine() as engine:
         expected = engine.generate(prompts, GREEDY)
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in expected]
+    ANSWERS[:] = [[*output.prompt_token_ids, *output.token_ids] for output in expected]
     loaded: Any = model.loaded
     HEAD[:] = [loaded.model.get_output_embeddings().forward]
     ASKED.clear()
@@ -73,10 +73,10 @@ def serve(model: TinyModel, family: str, *, compiled: bool = False, **options: A
         if compiled:
             engine.model.compile("eager")
             assert 0 == engine.model.compiled.num_graph_breaks  # type: ignore[attr-defined]
-        found = engine.generate(prompts, GREEDY)
+        outputs = engine.generate(prompts, GREEDY)
         assert 0 == held_pages(engine)
         stats, runner = engine.stats(), runner_of(engine)
-    assert [each.token_ids for each in expected] == [each.token_ids for each in found]
+    assert [output.token_ids for output in expected] == [output.token_ids for output in outputs]
     assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
     assert not loaded.model.get_output_embeddings()._forward_pre_hooks
     return stats, runner.graphs  # type: ignore[attr-defined]
@@ -85,11 +85,11 @@ def serve(model: TinyModel, family: str, *, compiled: bool = False, **options: A
 def check_asked(*, some_are_missing: bool = False) -> None:
     """Check that the rows are those of the last tokens; after a preemption, there may be none."""
     assert len(ASKED) > len(PROMPTS)
-    missing = [found for _, found, _ in ASKED if found is None]
+    missing = [predictions for _, predictions, _ in ASKED if predictions is None]
     assert bool(missing) <= some_are_missing
-    rows = [(found, tokens[-len(found) :]) for _, found, tokens in ASKED if found is not None]
-    assert [last for _, last in rows] == [found for found, _ in rows]
-    assert {1, 2} <= {len(found) for found, _ in rows}
+    rows = [(predictions, tokens[-len(predictions) :]) for _, predictions, tokens in ASKED if predictions is not None]
+    assert [last for _, last in rows] == [predictions for predictions, _ in rows]
+    assert {1, 2} <= {len(predictions) for predictions, _ in rows}
 
 
 @pytest.mark.parametrize(
@@ -144,13 +144,13 @@ def test_log_probabilities_of_a_prompt_shift_no_row(models: Callable[[str], Tiny
     with model.engine(drafts="checking", max_num_batched_tokens=24) as engine:
         loaded: Any = model.loaded
         HEAD[:] = [loaded.model.get_output_embeddings().forward]
-        found = [(each, GREEDY if index % 2 else params) for index, each in enumerate(PROMPTS)]
-        for prompt, each in found:
-            engine.add_request(prompt, each)
+        asked_requests = [(prompt, GREEDY if index % 2 else params) for index, prompt in enumerate(PROMPTS)]
+        for prompt, request_params in asked_requests:
+            engine.add_request(prompt, request_params)
         while engine.has_unfinished:
-            given = {each.request_id for each in engine.step() if each.new_token_ids}
+            request_ids = {output.request_id for output in engine.step() if output.new_token_ids}
             # Rows of earlier steps are not kept.
-            assert given == {*runner_of(engine).hidden_states}
+            assert request_ids == {*runner_of(engine).hidden_states}
     rows = [(states, tokens[-len(states) :]) for _, states, tokens in ASKED if states is not None]
     assert [last for _, last in rows] == [states for states, _ in rows]
     assert len(rows) == len(ASKED) > len(PROMPTS)
@@ -159,17 +159,17 @@ def test_log_probabilities_of_a_prompt_shift_no_row(models: Callable[[str], Tiny
 def test_a_proposer_that_does_not_ask_gets_none(
     models: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Any] = []
+    hidden_states: list[Any] = []
 
     def propose(self: Knowing, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
-        seen.extend(each.hidden_states for each in requests)
+        hidden_states.extend(request.hidden_states for request in requests)
         return [[] for _ in requests]
 
     monkeypatch.setattr(Knowing, "propose", propose)
     with models("llama").engine(drafts="knowing") as engine:
         engine.generate(PROMPTS, GREEDY)
         assert None is runner_of(engine).hidden_states
-    assert {None} == {*seen}
+    assert {None} == {*hidden_states}
 
 
 def test_what_cannot_give_hidden_states_is_refused(

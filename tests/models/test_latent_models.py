@@ -69,19 +69,19 @@ def test_a_token_takes_its_latent_and_its_rotated_part_in_every_layer(models: An
 
 
 def test_both_forms_of_attention_run(models: Any, references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: set[bool] = set()
+    forms: set[bool] = set()
     absorbs = Cost.absorbs
 
     def noting(self: Cost, *lengths: Any) -> Any:
         result = absorbs(self, *lengths)
-        chosen.update(result.tolist())
+        forms.update(result.tolist())
         return result
 
     monkeypatch.setattr(Cost, "absorbs", noting)
     expected = references("deepseek_v3")
     with models("deepseek_v3").engine(block_size=4) as engine:
         assert expected == served(engine)
-    assert {True, False} == chosen
+    assert {True, False} == forms
 
 
 def test_a_long_request_is_served_beside_others(models: Any) -> None:

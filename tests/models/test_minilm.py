@@ -43,7 +43,7 @@ def expected() -> torch.Tensor:
     tokenizer: Any = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
     with torch.inference_mode():
         states = [model(torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state[0] for text in TEXTS]
-    return torch.stack([torch.nn.functional.normalize(each.mean(0), dim=0) for each in states])
+    return torch.stack([torch.nn.functional.normalize(state.mean(0), dim=0) for state in states])
 
 
 @pytest.mark.parametrize(("max_num_batched_tokens", "backend"), [(2048, "torch"), (400, "torch_reference")])
@@ -54,15 +54,15 @@ def test_embeddings_equal_those_of_transformers(
     stack = Stack.from_mapping({"limits": limits, "rules": [{"layers": "*", "backend": backend}]})
     with Embedder.from_pretrained(MODEL, stack=stack, poison_freed=True) as embedder:
         assert Pooling("mean", True) == embedder.pooling
-        found = torch.tensor([output.embedding for output in embedder.embed(TEXTS)])
+        embeddings = torch.tensor([output.embedding for output in embedder.embed(TEXTS)])
         assert (0, ()) == (embedder.stats().cache_bytes, embedder.plan.groups)
-    assert float((found - expected).norm(dim=1).max()) < 1e-5
+    assert float((embeddings - expected).norm(dim=1).max()) < 1e-5
 
 
 def test_texts_of_like_meaning_are_alike(expected: torch.Tensor) -> None:
     with Embedder.from_pretrained(MODEL) as embedder:
-        found = torch.tensor([output.embedding for output in embedder.embed(TEXTS)])
-    alike = found @ found.T
+        embeddings = torch.tensor([output.embedding for output in embedder.embed(TEXTS)])
+    alike = embeddings @ embeddings.T
     assert alike[0, 2] > 0.5 > alike[0, 6]
 
 
@@ -74,8 +74,8 @@ def test_the_command_prints_them(expected: torch.Tensor, tmp_path: Path) -> None
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert TEXTS == [line["text"] for line in lines]
     assert [9, 3] == [line["num_tokens"] for line in lines[:2]]
-    found = torch.tensor([line["embedding"] for line in lines])
-    assert float((found - expected).norm(dim=1).max()) < 1e-5
+    embeddings = torch.tensor([line["embedding"] for line in lines])
+    assert float((embeddings - expected).norm(dim=1).max()) < 1e-5
 
 
 def test_a_text_beyond_its_positions_is_refused_and_not_cut_off() -> None:

@@ -59,7 +59,8 @@ def test_layers_of_a_kind_are_a_group(models: Any, mixture: str) -> None:
     assert kinds == [layer.kind for layer in models(mixture).loaded.description.layers]
     with models(mixture).engine() as engine:
         expected = {
-            kind: tuple(f"layers.{index}.mixer" for index, each in enumerate(kinds) if each == kind) for kind in kinds
+            kind: tuple(f"layers.{index}.mixer" for index, layer_kind in enumerate(kinds) if layer_kind == kind)
+            for kind in kinds
         }
         assert expected == {group.spec.kind: group.layers for group in engine.plan.groups}
 
@@ -210,13 +211,13 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture(scope="module")
 def translations(translator: TinyModel) -> Tokens:
     """The tokens of each prompt; each is computed by a dense forward of all tokens."""
-    found = []
+    generated_tokens = []
     for prompt in encoder_prompts("t5gemma"):
         tokens = decoder_of(prompt)
         for _ in range(NUM_NEW_TOKENS):
             tokens.append(int(plain_logits(translator, "t5gemma", prompt.encoder, tokens)[-1].argmax()))
-        found.append(tuple(tokens[-NUM_NEW_TOKENS:]))
-    return found
+        generated_tokens.append(tuple(tokens[-NUM_NEW_TOKENS:]))
+    return generated_tokens
 
 
 def test_windows_full_and_cross_attention_have_a_group_each(translator: TinyModel) -> None:

@@ -35,9 +35,11 @@ def tiny(path: Path, family: str, kind: Any = AutoModelForCausalLM) -> Any:
 
 def generated(model: Any, prompt: list[int], count: int = GREEDY.max_new_tokens) -> tuple[int, ...]:
     """Return the tokens of the model's own ``generate``."""
-    given = torch.tensor([prompt])
-    whole = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=count, do_sample=False)
-    return tuple(whole[0, len(prompt) :].tolist())
+    input_ids = torch.tensor([prompt])
+    sequence = model.generate(
+        input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=count, do_sample=False
+    )
+    return tuple(sequence[0, len(prompt) :].tolist())
 
 
 def change_weights(model: Any, seed: int = 1) -> None:
@@ -64,10 +66,10 @@ def test_between_steps_the_model_runs_trains_and_generates_as_before(family: str
     with Engine.from_model(model, stack=STACK) as engine:
         engine.add_request(PROMPT, GREEDY)
         engine.step()
-        for each in (model, alone):
-            each.train()
-            each(batch, labels=batch).loss.backward()
-            each.eval()
+        for module in (model, alone):
+            module.train()
+            module(batch, labels=batch).loss.backward()
+            module.eval()
         assert torch.equal(alone(batch).logits, model(batch).logits)
         for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
             assert (ours.grad is None) == (theirs.grad is None), name
@@ -90,7 +92,7 @@ def test_nothing_of_the_old_weights_is_used_after_they_changed(
         engine.generate([PROMPT], GREEDY)  # leaves a cached prefix
         engine.add_request(PROMPT, GREEDY, "a")
         engine.add_request(PROMPTS[3], GREEDY, "b")
-        known = {"a": PROMPT, "b": PROMPTS[3]}
+        prompts = {"a": PROMPT, "b": PROMPTS[3]}
         for _ in range(4):
             outputs = engine.step()
         before = {output.request_id: output.token_ids for output in outputs}
@@ -98,7 +100,7 @@ def test_nothing_of_the_old_weights_is_used_after_they_changed(
         change_weights(model)
         engine.weights_changed()
         rest = {
-            name: tokens + generated(model, known[name] + list(tokens), GREEDY.max_new_tokens - len(tokens))
+            name: tokens + generated(model, prompts[name] + list(tokens), GREEDY.max_new_tokens - len(tokens))
             for name, tokens in before.items()
         }
         ended = {}
@@ -199,7 +201,7 @@ def test_captured_graphs_are_captured_again(tmp_path: Path) -> None:
 
 def warned(caplog: pytest.LogCaptureFixture) -> int:
     """Return how many warnings say that the weights were changed without a word."""
-    return sum("were changed, and weights_changed() was not called" in each.getMessage() for each in caplog.records)
+    return sum("were changed, and weights_changed() was not called" in record.getMessage() for record in caplog.records)
 
 
 def test_weights_that_change_without_a_word_are_warned_about_once(
@@ -316,8 +318,8 @@ ROUNDING = 2e-4
 def test_they_are_those_of_a_dense_forward(family: str, temperature: float, drafts: str, tmp_path: Path) -> None:
     model = tiny(tmp_path, family)
     params = [
-        SamplingParams(max_new_tokens=12, temperature=temperature, seed=seed, ignore_eos=True, **asked)
-        for seed, asked in enumerate(
+        SamplingParams(max_new_tokens=12, temperature=temperature, seed=seed, ignore_eos=True, **fields)
+        for seed, fields in enumerate(
             ({"logprobs": True}, {}, {"logprobs": True, "top_logprobs": 5}, {"logprobs": True, "n": 3})
         )
     ]
@@ -338,8 +340,8 @@ def test_they_end_with_the_tokens_when_a_stop_lies_within_drafts(tmp_path: Path)
     stack = Stack.from_mapping({"cache": {"memory": "2MiB"}, "model": {"drafts": "ngram"}})
     prompt = [3, 4, 5] * 9
     with Engine.from_model(model, stack=stack) as engine:
-        whole = engine.generate([prompt], SamplingParams(max_new_tokens=30, ignore_eos=True))[0].token_ids
-        for stop in sorted(set(whole)):
+        tokens = engine.generate([prompt], SamplingParams(max_new_tokens=30, ignore_eos=True))[0].token_ids
+        for stop in sorted(set(tokens)):
             params = SamplingParams(max_new_tokens=30, ignore_eos=True, stop_token_ids=[stop], logprobs=True)
             output = engine.generate([prompt], params)[0]
             assert_right_logprobs(model, prompt, output, ROUNDING)

@@ -122,12 +122,12 @@ def test_graphs_and_drafts_change_no_token_of_any_kind_of_model(
 ) -> None:
     model = models(family)
     expected, _ = serve(model, family)
-    found, engine = serve(model, family, graphs=[1, 2, 4, 8])
-    assert expected == found
+    tokens, engine = serve(model, family, graphs=[1, 2, 4, 8])
+    assert expected == tokens
     check_replays(runner_of(engine).graphs, 8)
     sizes = {"graphs": [1, 2, 4, 8], "graph_query_lens": [1, 1 + MAX_DRAFTS]}
-    found, engine = serve(model, family, drafts="knowing", **sizes)
-    assert expected == found
+    tokens, engine = serve(model, family, drafts="knowing", **sizes)
+    assert expected == tokens
     check_replays(runner_of(engine).graphs)
     assert 0 < engine.stats().accepted_draft_tokens < engine.stats().draft_tokens
 
@@ -142,8 +142,8 @@ def test_prediction_heads_run_in_graphs(tmp_path: Path, family: str) -> None:
     loaded: Any = model.loaded
     loaded.model.set_experts_implementation("batched_mm")
     expected, _ = serve(model, family)
-    found, engine = serve(model, family, drafts="mtp", graphs=[4, 8])
-    assert expected == found
+    tokens, engine = serve(model, family, drafts="mtp", graphs=[4, 8])
+    assert expected == tokens
     assert 0 < engine.stats().accepted_draft_tokens < engine.stats().draft_tokens
     for runner in (runner_of(engine), *runner_of(engine).draft.runners):
         check_replays(runner.graphs)
@@ -153,8 +153,8 @@ def test_prediction_heads_run_in_graphs(tmp_path: Path, family: str) -> None:
 def test_a_draft_model_runs_in_graphs(models: Callable[[str], TinyModel], family: str) -> None:
     model = models(family)
     expected, _ = serve(model, family)
-    found, engine = serve(model, family, drafts={"name": "draft_model", "model": str(model.path)}, graphs=[4, 8])
-    assert expected == found
+    tokens, engine = serve(model, family, drafts={"name": "draft_model", "model": str(model.path)}, graphs=[4, 8])
+    assert expected == tokens
     assert engine.stats().accepted_draft_tokens > 0
     check_replays(runner_of(engine).graphs)
 
@@ -167,8 +167,8 @@ def test_preempted_requests_generate_the_same(
     model = models(family)
     expected, _ = serve(model, family)
     options: dict[str, Any] = {"memory": model.tight_memory(81), "host_memory": host_memory}
-    found, engine = serve(model, family, graphs=[1, 2, 4, 8], **options)
-    assert expected == found
+    tokens, engine = serve(model, family, graphs=[1, 2, 4, 8], **options)
+    assert expected == tokens
     assert engine.stats().preemptions > 0
 
 
@@ -176,8 +176,8 @@ def test_preempted_requests_generate_the_same(
 def test_a_format_gives_the_tokens_of_the_reference(models: Callable[[str], TinyModel], kv_format: str) -> None:
     model = models("llama")
     expected, _ = serve(model, "llama", format=kv_format, backend="torch_reference")
-    found, engine = serve(model, "llama", format=kv_format, backend="triton", graphs=[4, 8])
-    assert expected == found
+    tokens, engine = serve(model, "llama", format=kv_format, backend="triton", graphs=[4, 8])
+    assert expected == tokens
     check_replays(runner_of(engine).graphs)
 
 
@@ -224,9 +224,9 @@ def test_ranks_communicate_through_nccl(models: Callable[[str], TinyModel], tmp_
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=60) for rank in ranks]
+        outputs = [rank.communicate(timeout=60) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [0, 0] == [rank.returncode for rank in ranks], said
-    assert expected == [tuple(output["token_ids"]) for output in json.loads(said[0][0])["outputs"]]
+    assert [0, 0] == [rank.returncode for rank in ranks], outputs
+    assert expected == [tuple(output["token_ids"]) for output in json.loads(outputs[0][0])["outputs"]]

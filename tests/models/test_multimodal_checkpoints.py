@@ -68,16 +68,16 @@ def saved(path: Path, family: str) -> Any:
     ],
 )
 def test_a_tower_takes_no_memory_and_its_weights_are_not_read(family: str, towers: list[str], tmp_path: Path) -> None:
-    whole = saved(tmp_path, family)
-    num_weights = {name: weight.numel() for name, weight in whole.named_parameters()}
+    model = saved(tmp_path, family)
+    num_weights = {name: weight.numel() for name, weight in model.named_parameters()}
     idle = sum(count for name, count in num_weights.items() if name.startswith(tuple(towers)))
     assert idle > 10_000
     # In the file, names are those of the whole model or older ones.
     words = {tower.rpartition(".")[2] for tower in towers}
     weights = load_file(tmp_path / "model.safetensors")
-    kept = {name: weight for name, weight in weights.items() if words.isdisjoint(name.split("."))}
-    assert len(kept) < len(weights)
-    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    text_weights = {name: weight for name, weight in weights.items() if words.isdisjoint(name.split("."))}
+    assert len(text_weights) < len(weights)
+    save_file(text_weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     loaded: Any = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
     assert sum(num_weights.values()) - idle == sum(weight.numel() for weight in loaded.model.parameters())
     with pytest.raises(ModelError, match=f"the part '{towers[0]}' was not loaded"):
@@ -87,9 +87,11 @@ def test_a_tower_takes_no_memory_and_its_weights_are_not_read(family: str, tower
 @pytest.mark.parametrize("family", ["qwen3_vl", "glm4v"])
 def test_a_model_in_memory_whose_text_config_names_no_end_is_served(family: str, tmp_path: Path) -> None:
     model = saved(tmp_path, family)
-    given = torch.tensor([ids(3, 24)])
+    input_ids = torch.tensor([ids(3, 24)])
     with torch.inference_mode():
-        expected = model.generate(given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=10)
+        expected = model.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, max_new_tokens=10
+        )
     with Engine.from_model(model, stack=STACK) as engine:
         (output,) = engine.generate([Prompt(decoder=ids(3, 24))], GREEDY)
     assert tuple(expected[0, 24:].tolist()) == output.token_ids
@@ -117,9 +119,11 @@ def test_a_tower_of_a_library_that_is_not_installed_is_not_needed(tmp_path: Path
             part = Gemma3nMultimodalEmbedder(others, config.text_config)
         weights |= {f"{name}.{key}": weight.clone() for key, weight in part.state_dict().items()}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    given = torch.tensor([ids(3, 24)])
+    input_ids = torch.tensor([ids(3, 24)])
     with torch.inference_mode():
-        expected = text.generate(given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=10)
+        expected = text.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, max_new_tokens=10
+        )
     with Engine.from_pretrained(tmp_path, stack=STACK) as engine:
         (output,) = engine.generate([ids(3, 24)], SamplingParams(max_new_tokens=10, ignore_eos=True))
     assert tuple(expected[0, 24:].tolist()) == output.token_ids

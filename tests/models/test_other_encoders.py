@@ -42,10 +42,10 @@ def saved(path: Path, family: str, **overrides: Any) -> Any:
     """Save a tiny random encoder, and return it."""
     torch.manual_seed(0)
     with quiet():
-        made: Any = AutoModel.from_config(tiny_config(family, **overrides), dtype=torch.float32).eval()
-        spread_weights(made, 8.0)
-        made.save_pretrained(path)
-    return made
+        model: Any = AutoModel.from_config(tiny_config(family, **overrides), dtype=torch.float32).eval()
+        spread_weights(model, 8.0)
+        model.save_pretrained(path)
+    return model
 
 
 def test_embedding_gemma_has_windows_in_both_directions(tmp_path: Path) -> None:
@@ -54,9 +54,9 @@ def test_embedding_gemma_has_windows_in_both_directions(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = [plain(torch.tensor([text]), use_cache=False).last_hidden_state[0].mean(0) for text in texts]
     with Embedder.from_pretrained(tmp_path, stack=STACK, pooling="mean", normalize=False) as embedder:
-        found = torch.tensor([output.embedding for output in embedder.embed(texts)])
+        embeddings = torch.tensor([output.embedding for output in embedder.embed(texts)])
         sizes = {(layer.options.get("window"), layer.kind) for layer in embedder.model.description.layers}
-    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(embeddings, torch.stack(expected), rtol=1e-4, atol=1e-4)
     assert {(5, "encoder_only"), (None, "encoder_only")} == sizes
 
 
@@ -69,8 +69,8 @@ def test_big_bird_attends_sparsely_in_a_long_text_after_a_short_one(tmp_path: Pa
         with torch.inference_mode():
             expected.append(plain(torch.tensor([text])).last_hidden_state[0].mean(0))
     with Embedder.from_pretrained(tmp_path, stack=STACK, pooling="mean", normalize=False) as embedder:
-        found = torch.tensor([output.embedding for output in embedder.embed(texts)])
-    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
+        embeddings = torch.tensor([output.embedding for output in embedder.embed(texts)])
+    torch.testing.assert_close(embeddings, torch.stack(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_the_encoder_of_big_bird_pegasus_chooses_its_attention_by_each_text(tmp_path: Path) -> None:
@@ -121,10 +121,10 @@ def test_a_module_that_mixes_tokens_is_told_by_its_output() -> None:
             summed: torch.Tensor = self.alone(rows) + self.mixing(rows.mT).mT
             return summed
 
-    made = Sums()
+    sums = Sums()
     with torch.inference_mode():
-        found = apart.find_apart(made, (), lambda length: made(torch.randn(1, length, 3)), 1e-4)
-    assert [made.mixing] == list(found)
+        mixers = apart.find_apart(sums, (), lambda length: sums(torch.randn(1, length, 3)), 1e-4)
+    assert [sums.mixing] == list(mixers)
 
 
 # --- by its own code --------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_texts_are_never_divided_between_steps(tmp_path: Path) -> None:
         *fitting, too_long = embedder.embed(texts)
     assert too_long.error is not None
     assert "computes a prompt in one step, which has at most 48" in too_long.error
-    torch.testing.assert_close(torch.tensor([each.embedding for each in fitting]), torch.stack(expected[:2]))
+    torch.testing.assert_close(torch.tensor([output.embedding for output in fitting]), torch.stack(expected[:2]))
 
 
 def test_a_model_in_memory_serves_one_engine_at_a_time_and_trains_between_steps(tmp_path: Path) -> None:

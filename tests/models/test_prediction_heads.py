@@ -61,15 +61,16 @@ class Meddling(MTPProposer):
     name = "meddling"
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        return [self.drafts_of(each) for each in requests]
+        return [self.drafts_of(request) for request in requests]
 
     def drafts_of(self, request: DraftRequest) -> list[int]:
-        known, drafted = list(request.token_ids), list(request.continuation)
-        CONTINUED.append((known, drafted))
+        context, drafted = list(request.token_ids), list(request.continuation)
+        CONTINUED.append((context, drafted))
         if len(drafted) < request.max_drafts:
             TOO_FEW.append(request)
-        right = next((each for each in ANSWERS if each[: len(known)] == known), known)[len(known) :][: len(drafted)]
-        chance = random.Random(sum(known) + len(known))
+        answer = next((answer for answer in ANSWERS if answer[: len(context)] == context), context)
+        right = answer[len(context) :][: len(drafted)]
+        chance = random.Random(sum(context) + len(context))
         match chance.randrange(5):
             case 0:
                 return []
@@ -122,13 +123,13 @@ def check(
 ) -> Any:
     """Check that drafts change no token and are those of transformers, without and with hits; return the statistics."""
     model = headed.model
-    wanted = generated(model, params, prompts)[0]
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
+    expected = generated(model, params, prompts)[0]
+    ANSWERS[:] = [[*output.prompt_token_ids, *output.token_ids] for output in expected]
     CONTINUED.clear()
     TOO_FEW.clear()
     with model.engine(drafts=drafts, **options) as engine:
         for _ in range(2):
-            assert shown(wanted) == shown(engine.generate(prompts, params))
+            assert shown(expected) == shown(engine.generate(prompts, params))
         assert 0 == held_pages(engine)
         assert not runner_of(engine).draft.is_set_aside
         stats = engine.stats()
@@ -136,12 +137,12 @@ def check(
         assert len(CONTINUED) > len(prompts)
         assert [] == TOO_FEW
         assert [] == [
-            (len(known), found)
-            for known, found in CONTINUED
-            if found != headed.reference.drafts_after(known)[: len(found)]
+            (len(context), draft_tokens)
+            for context, draft_tokens in CONTINUED
+            if draft_tokens != headed.reference.drafts_after(context)[: len(draft_tokens)]
         ]
-        most = drafts["max_drafts"] if isinstance(drafts, dict) else MODELS[headed.model.path.name]
-        assert most == max(len(found) for _, found in CONTINUED)
+        max_drafts = drafts["max_drafts"] if isinstance(drafts, dict) else MODELS[headed.model.path.name]
+        assert max_drafts == max(len(draft_tokens) for _, draft_tokens in CONTINUED)
     return stats
 
 
@@ -174,18 +175,20 @@ def test_a_head_begins_with_the_first_token_that_has_a_hidden_state_before_it(
 @pytest.mark.parametrize("family", HEADED)
 def test_transformers_drafts_the_same_while_it_generates(models: Models, family: str) -> None:
     headed, prompt = models(family), PROMPTS[3]
-    seen = headed.reference.generate(prompt, 8)
-    assert len(seen) > 3
-    for known, drafts in seen:
-        assert drafts == headed.reference.drafts_after(known)
+    steps = headed.reference.generate(prompt, 8)
+    assert len(steps) > 3
+    for context, drafts in steps:
+        assert drafts == headed.reference.drafts_after(context)
     CONTINUED.clear()
     with headed.model.engine(drafts="meddling") as engine:
         (output,) = engine.generate([prompt], SamplingParams(max_new_tokens=8, ignore_eos=True))
-    for known, _ in seen:
-        assert [*prompt, *output.token_ids][: len(known)] == known
-    both = [(drafts, found) for known, drafts in seen for other, found in CONTINUED if other == known]
+    for context, _ in steps:
+        assert [*prompt, *output.token_ids][: len(context)] == context
+    both = [
+        (drafts, draft_tokens) for context, drafts in steps for other, draft_tokens in CONTINUED if other == context
+    ]
     assert both
-    assert [drafts[: len(found)] for drafts, found in both] == [found for _, found in both]
+    assert [drafts[: len(draft_tokens)] for drafts, draft_tokens in both] == [draft_tokens for _, draft_tokens in both]
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -219,11 +222,11 @@ def test_fewer_drafts_than_heads_are_those_of_the_first_heads(models: Models) ->
 def test_pages_of_fewer_bits_hold_the_keys_of_heads_too(models: Models) -> None:
     headed = models("glm4_moe")
     with headed.model.engine(format="int8_token_head") as engine:
-        wanted = engine.generate(SOME, GREEDY)
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
+        expected = engine.generate(SOME, GREEDY)
+    ANSWERS[:] = [[*output.prompt_token_ids, *output.token_ids] for output in expected]
     with headed.model.engine(format="int8_token_head", drafts="meddling") as engine:
         for _ in range(2):
-            assert shown(wanted) == shown(engine.generate(SOME, GREEDY))
+            assert shown(expected) == shown(engine.generate(SOME, GREEDY))
         assert engine.stats().accepted_draft_tokens > 0
         assert not runner_of(engine).draft.is_set_aside
 
@@ -259,29 +262,29 @@ def test_sampled_tokens_stay_the_same(models: Models, family: str, sampling: str
 
 def test_log_probabilities_stay_the_same(models: Models) -> None:
     headed, params = models("deepseek_v3"), SamplingParams(max_new_tokens=12, logprobs=True, prompt_logprobs=True)
-    wanted = generated(headed.model, params, SOME)[0]
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
+    expected = generated(headed.model, params, SOME)[0]
+    ANSWERS[:] = [[*output.prompt_token_ids, *output.token_ids] for output in expected]
     with headed.model.engine(drafts="meddling", max_num_batched_tokens=24) as engine:
-        found = engine.generate(SOME, params)
+        outputs = engine.generate(SOME, params)
         assert engine.stats().accepted_draft_tokens > 0
-    for one, other in zip(wanted, found, strict=True):
-        assert one.token_ids == other.token_ids
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
-        assert one.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-3)  # type: ignore[index]
+    for output, other in zip(expected, outputs, strict=True):
+        assert output.token_ids == other.token_ids
+        assert output.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+        assert output.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-3)  # type: ignore[index]
 
 
 def check_drafts(reference: Reference) -> None:
     """Check that everything that the heads drafted is what transformers drafts."""
     assert len(CONTINUED) > len(SOME)
-    assert [] == [each for each in CONTINUED if each[1] != reference.drafts_after(each[0])[: len(each[1])]]
+    assert [] == [context for context, drafts in CONTINUED if drafts != reference.drafts_after(context)[: len(drafts)]]
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("family", HEADED)
 def test_heads_run_from_graphs_and_compiled_beside_a_model_that_does(models: Models, family: str) -> None:
     headed = models(family)
-    wanted = generated(headed.model, GREEDY, SOME)[0]
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
+    expected = generated(headed.model, GREEDY, SOME)[0]
+    ANSWERS[:] = [[*output.prompt_token_ids, *output.token_ids] for output in expected]
     CONTINUED.clear()
     with headed.model.engine(drafts="meddling", graphs=(4, 8)) as engine:
         heads, runner = cast(TransformersHeads, draft_of(engine)), cast(TokenRunner, runner_of(engine))
@@ -289,20 +292,20 @@ def test_heads_run_from_graphs_and_compiled_beside_a_model_that_does(models: Mod
             engine.model.compile("eager")
             heads.compile("eager")
         of_heads = cast(HeadsRunner, runner.draft).runners
-        captured = [{*each.graphs._graphs} for each in (runner, *of_heads)]  # type: ignore[union-attr]
-        assert shown(wanted) == shown(engine.generate(SOME, GREEDY))
+        captured = [{*step_runner.graphs._graphs} for step_runner in (runner, *of_heads)]  # type: ignore[union-attr]
+        assert shown(expected) == shown(engine.generate(SOME, GREEDY))
         assert engine.stats().accepted_draft_tokens > 0
         # No request waited for a capture.
-        assert captured == [{*each.graphs._graphs} for each in (runner, *of_heads)]  # type: ignore[union-attr]
+        assert captured == [{*step_runner.graphs._graphs} for step_runner in (runner, *of_heads)]  # type: ignore[union-attr]
         assert MODELS[family] == len(of_heads)
-        for each in (runner, *of_heads):
-            assert each.graphs is not None
-            assert set() == each.graphs._reasons
-            assert each.graphs.num_replays > 0
-        for each in of_heads:
+        for step_runner in (runner, *of_heads):
+            assert step_runner.graphs is not None
+            assert set() == step_runner.graphs._reasons
+            assert step_runner.graphs.num_replays > 0
+        for step_runner in of_heads:
             # A head continues requests, and computes what a step keeps.
-            assert {True, False} == {sizes.num_wanted > 0 for sizes in each.graphs._graphs}  # type: ignore[union-attr]
-        compiled = [each.num_graphs for each in heads.compiled_heads]
+            assert {True, False} == {sizes.num_wanted > 0 for sizes in step_runner.graphs._graphs}  # type: ignore[union-attr]
+        compiled = [head.num_graphs for head in heads.compiled_heads]
         assert ([1] * 3 if family == "glm4_moe" else []) == compiled
     check_drafts(headed.reference)
     assert [] == heads.compiled_heads
@@ -310,14 +313,14 @@ def test_heads_run_from_graphs_and_compiled_beside_a_model_that_does(models: Mod
 
 def test_the_stack_lets_the_heads_be_compiled_too(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     headed = models("mellum")
-    for each in (TransformersModel, TransformersHeads):
-        compile_it = each.compile
-        monkeypatch.setattr(each, "compile", lambda loaded, compile_it=compile_it: compile_it(loaded, "eager"))
+    for model_class in (TransformersModel, TransformersHeads):
+        compile_it = model_class.compile
+        monkeypatch.setattr(model_class, "compile", lambda loaded, compile_it=compile_it: compile_it(loaded, "eager"))
     CONTINUED.clear()
     with headed.model.engine(drafts="meddling", compile=True) as engine:
         engine.generate(SOME, GREEDY)
         heads = cast(TransformersHeads, draft_of(engine))
-        assert [(1, 0)] == [(each.num_graphs, each.num_graph_breaks) for each in heads.compiled_heads]
+        assert [(1, 0)] == [(head.num_graphs, head.num_graph_breaks) for head in heads.compiled_heads]
     check_drafts(headed.reference)
 
 
@@ -328,24 +331,26 @@ def test_graphs_of_heads_are_dropped_with_those_of_the_model(models: Models) -> 
         runners = cast(HeadsRunner, cast(TokenRunner, runner_of(engine)).draft).runners
         for drop in (engine.weights_changed, partial(engine.resize_cache, "6MiB")):
             engine.generate(SOME, GREEDY)
-            assert all(each.graphs is not None and each.graphs.num_graphs for each in runners)
+            assert all(step_runner.graphs is not None and step_runner.graphs.num_graphs for step_runner in runners)
             drop()
-            assert [0, 0] == [each.graphs.num_graphs for each in runners if each.graphs is not None]
+            assert [0, 0] == [
+                step_runner.graphs.num_graphs for step_runner in runners if step_runner.graphs is not None
+            ]
         engine.generate(SOME, GREEDY)
     check_drafts(headed.reference)
 
 
 def test_heads_are_told_of_new_weights_too(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[TransformersHeads] = []
+    notified_heads: list[TransformersHeads] = []
     with models("deepseek_v3").model.engine(drafts="meddling") as engine:
-        monkeypatch.setattr(TransformersHeads, "weights_changed", lambda heads: told.append(heads))
+        monkeypatch.setattr(TransformersHeads, "weights_changed", lambda heads: notified_heads.append(heads))
         engine.weights_changed()
-        assert [draft_of(engine)] == told
+        assert [draft_of(engine)] == notified_heads
 
 
 def test_requests_are_packed_as_the_backend_of_the_heads_asks(models: Models) -> None:
     headed, mixed = models("glm4_moe"), 0
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in generated(headed.model, GREEDY, SOME)[0]]
+    ANSWERS[:] = [[*output.prompt_token_ids, *output.token_ids] for output in generated(headed.model, GREEDY, SOME)[0]]
     with headed.model.engine(drafts="meddling", backends={"full_attention": "decodes_first"}) as engine:
         runner = cast(HeadsRunner, cast(TokenRunner, runner_of(engine)).draft)
         batches: list[StepBatch] = []
@@ -354,8 +359,8 @@ def test_requests_are_packed_as_the_backend_of_the_heads_asks(models: Models) ->
             return lambda batch, *others: batches.append(batch) or compute(batch, *others)  # type: ignore[func-returns-value]
 
         # The last head leaves out other tokens of each request.
-        for each in runner.runners[:-1]:
-            each.compute = noting(each.compute)
+        for head_runner in runner.runners[:-1]:
+            head_runner.compute = noting(head_runner.compute)
         engine.generate(SOME, GREEDY)
         for batch in batches:
             assert None is runner._layers.order_for(batch.query_lens)
@@ -372,9 +377,9 @@ def test_heads_that_know_the_model_save_steps_and_other_heads_do_not(tmp_path: P
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     model = load(tmp_path)
     with model.engine() as engine:
-        wanted, num_steps = engine.generate(SOME, params), engine.stats().steps
+        expected, num_steps = engine.generate(SOME, params), engine.stats().steps
     with model.engine(drafts="mtp") as engine:
-        assert shown(wanted) == shown(engine.generate(SOME, params))
+        assert shown(expected) == shown(engine.generate(SOME, params))
         stats = engine.stats()
     assert stats.accepted_draft_tokens > 0.8 * stats.draft_tokens > 0
     assert stats.steps < 0.6 * num_steps
@@ -387,7 +392,7 @@ def test_heads_that_know_the_model_save_steps_and_other_heads_do_not(tmp_path: P
             weights[name] = -torch.ones_like(value)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with load(tmp_path).engine(drafts="mtp") as engine:
-        assert shown(wanted) == shown(engine.generate(SOME, params))
+        assert shown(expected) == shown(engine.generate(SOME, params))
         stats = engine.stats()
     assert stats.accepted_draft_tokens < 0.1 * stats.draft_tokens
 
@@ -421,9 +426,9 @@ def sharing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     describe = adapter._describe
 
     def described(*arguments: Any) -> ModelDescription:
-        found = describe(*arguments)
-        *others, last = found.layers
-        return attrs.evolve(found, layers=(*others, attrs.evolve(last, shares_with=others[0].name)))
+        description = describe(*arguments)
+        *others, last = description.layers
+        return attrs.evolve(description, layers=(*others, attrs.evolve(last, shares_with=others[0].name)))
 
     monkeypatch.setattr(adapter, "_describe", described)
     return tmp_path / "sharing"
@@ -433,10 +438,10 @@ def test_no_layer_skips_tokens_whose_hidden_states_the_heads_need(sharing: Path)
     model, params = load(sharing), SamplingParams(max_new_tokens=24, ignore_eos=True)
     with model.engine(prefill_skipping="decode_only") as engine:
         assert ("model.layers.2.self_attn",) == runner_of(engine)._layers.skipped
-        wanted = engine.generate(SOME, params)
+        expected = engine.generate(SOME, params)
     with model.engine(prefill_skipping="decode_only", drafts="mtp") as engine:
         assert () == runner_of(engine)._layers.skipped
-        assert shown(wanted) == shown(engine.generate(SOME, params))
+        assert shown(expected) == shown(engine.generate(SOME, params))
         stats = engine.stats()
     assert stats.accepted_draft_tokens > 0.8 * stats.draft_tokens > 0
     with model.engine(prefill_skipping="decode_only", drafts="ngram") as engine:
@@ -448,9 +453,9 @@ def test_the_plan_says_why_no_layer_skips_tokens(sharing: Path, tmp_path: Path, 
     def said(engine: str) -> tuple[Any, str]:
         stack = tmp_path / "stack.toml"
         stack.write_text(f'[model]\nprefill_skipping = "decode_only"\n{engine}')
-        asked = [command, str(sharing), "--stack", str(stack)]
-        results = [run(*asked, *more, env={"COLUMNS": "250"}) for more in (["--json"], [])]
-        assert [0, 0] == [each.exit_code for each in results], results
+        arguments = [command, str(sharing), "--stack", str(stack)]
+        results = [run(*arguments, *more, env={"COLUMNS": "250"}) for more in (["--json"], [])]
+        assert [0, 0] == [result.exit_code for result in results], results
         return json.loads(results[0].stdout)["note"], results[1].stdout
 
     note, text = said('drafts = "mtp"')
@@ -476,8 +481,8 @@ def test_a_rule_that_leaves_out_tokens_which_the_heads_need_is_refused_with_the_
     with pytest.raises(WrapperError, match=reason) as caught:
         Engine.from_pretrained(sharing, stack=Stack.from_file(stack))
     assert "not_skipped" == caught.value.code
-    found = run("explain", str(sharing), "--stack", str(stack))
-    assert (2, True) == (found.exit_code, reason in found.output)
+    result = run("explain", str(sharing), "--stack", str(stack))
+    assert (2, True) == (result.exit_code, reason in result.output)
 
 
 # --- what is refused, and what fails ----------------------------------------------------------------------------------
@@ -493,8 +498,8 @@ def test_a_model_without_heads_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_without_the_weights_of_its_heads_is_refused(tmp_path: Path) -> None:
     save_headed(tmp_path, "glm4_moe")
     weights = load_file(tmp_path / "model.safetensors")
-    kept = {name: value for name, value in weights.items() if "layers.3.eh_proj" not in name}
-    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    other_weights = {name: value for name, value in weights.items() if "layers.3.eh_proj" not in name}
+    save_file(other_weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model = load(tmp_path)
     with pytest.raises(ModelError, match=r"the prediction heads of .* cannot be loaded from .*eh_proj"):
         model.engine(drafts="mtp")
@@ -506,7 +511,7 @@ def test_heads_that_fail_are_set_aside(
     models: Models, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models("glm4_moe").model
-    wanted = generated(model, GREEDY, SOME)[0]
+    expected = generated(model, GREEDY, SOME)[0]
     for failing_call, kind in ((1, SystemExit), (4, GeneratorExit), (9, RuntimeError)):
         caplog.clear()
         with model.engine(drafts="mtp") as engine:
@@ -520,7 +525,7 @@ def test_heads_that_fail_are_set_aside(
                 return forward(*inputs)
 
             monkeypatch.setattr(heads, "forward_head", fail)
-            assert shown(wanted) == shown(engine.generate(SOME, GREEDY))
+            assert shown(expected) == shown(engine.generate(SOME, GREEDY))
             assert 0 == held_pages(engine)
             assert failing_call == len(calls)
         monkeypatch.undo()
@@ -545,9 +550,9 @@ def test_a_request_whose_logits_are_not_numbers_is_not_continued_by_later_heads(
 
         monkeypatch.setattr(heads, "forward_head", fail)
         engine.generate(SOME, SamplingParams(max_new_tokens=6, ignore_eos=True))
-    failed = [each for each in CONTINUED if not each[1]]
+    failed = [continuation for continuation in CONTINUED if not continuation[1]]
     assert failed
-    CONTINUED[:] = [each for each in CONTINUED if each[1]]
+    CONTINUED[:] = [continuation for continuation in CONTINUED if continuation[1]]
     check_drafts(headed.reference)
 
 
@@ -558,11 +563,13 @@ def test_a_saved_prefix_holds_the_state_of_the_heads(models: Models, tmp_path: P
         engine.save_prefixes(tmp_path / "saved", [PROMPTS[3]])
     CONTINUED.clear()
     with headed.model.engine(drafts="meddling") as engine:
-        assert [True] == [each.is_cached for each in engine.load_prefixes(tmp_path / "saved")]
+        assert [True] == [saved_prefix.is_cached for saved_prefix in engine.load_prefixes(tmp_path / "saved")]
         engine.generate([prompt], GREEDY)
         assert engine.stats().cached_prompt_tokens > 0
     assert CONTINUED
-    assert [] == [each for each in CONTINUED if each[1] != headed.reference.drafts_after(each[0])[: len(each[1])]]
+    assert [] == [
+        context for context, drafts in CONTINUED if drafts != headed.reference.drafts_after(context)[: len(drafts)]
+    ]
     with headed.model.engine(drafts="ngram") as engine, pytest.raises(PrefixFileError):
         engine.load_prefixes(tmp_path / "saved")
 

@@ -71,7 +71,7 @@ def references(models: Callable[[str], TinyModel]) -> Callable[[str], Tokens]:
     ("variant", "skipping"),
     [
         *few(3, keep(((variant, SKIPPING) for variant in VARIANTS), *SHARING)),
-        *(pytest.param(each, None, marks=[] if each in MAIN else pytest.mark.whole) for each in VARIANTS),
+        *(pytest.param(variant, None, marks=[] if variant in MAIN else pytest.mark.whole) for variant in VARIANTS),
     ],
 )
 def test_tokens_equal_those_of_generate(models: Any, references: Any, variant: str, skipping: str | None) -> None:

@@ -123,10 +123,10 @@ def test_a_request_that_is_preempted_after_each_token_chooses_the_same(model: Se
 
 def test_right_drafts_wait_for_the_choice(model: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, tokens = PROMPTS[2], model.tokens[2]
-    known = [*prompt, *tokens]
+    sequence = [*prompt, *tokens]
 
     def propose(_: Any, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
-        return [known[len(each.token_ids) :][: each.max_drafts] for each in requests]
+        return [sequence[len(request.token_ids) :][: request.max_drafts] for request in requests]
 
     monkeypatch.setattr(NgramProposer, "propose", propose)
     with model.engine(block_size=4, drafts=NGRAM) as engine:

@@ -35,8 +35,8 @@ class Anchors(AttentionSpec):
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
         start = max(0, n - self.recent)
-        kept = tuple((token, token + 1) for token in range(0, start, self.every))
-        return (*kept, (start, n)) if start < n else kept
+        anchors = tuple((token, token + 1) for token in range(0, start, self.every))
+        return (*anchors, (start, n)) if start < n else anchors
 
 
 class TurnedHeads(TorchReferenceBackend):
@@ -44,9 +44,9 @@ class TurnedHeads(TorchReferenceBackend):
 
     capabilities = attrs.evolve(TorchReferenceBackend.capabilities, preference=-(10**6))
 
-    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **named: Any) -> Any:
-        found = super().attend(layer, query, kv_cache, metadata, **named)
-        return found.flip(1) if layer.spec.kind == "anchors" else found
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **options: Any) -> Any:
+        output = super().attend(layer, query, kv_cache, metadata, **options)
+        return output.flip(1) if layer.spec.kind == "anchors" else output
 
 
 PLUGIN = plugin("anchors_of_a_test", specs={"anchors": Anchors}, backends={"turned_heads": TurnedHeads})
@@ -82,11 +82,11 @@ def kinds(engine: Engine) -> dict[str, str]:
 
 def test_a_rule_gives_layers_another_type_with_options_of_its_own(model: Path) -> None:
     with make_engine(model, ANCHORS) as engine:
-        found = kinds(engine)
+        kinds_by_layer = kinds(engine)
         (spec,) = {group.spec for group in engine.plan.groups if group.spec.kind == "anchors"}
     assert isinstance(spec, Anchors)
     assert (3, 4) == (spec.every, spec.recent)
-    assert {"model.layers.0.self_attn"} == {name for name, kind in found.items() if kind == "anchors"}
+    assert {"model.layers.0.self_attn"} == {name for name, kind in kinds_by_layer.items() if kind == "anchors"}
 
 
 def test_a_type_that_keeps_everything_changes_no_token(model: Path) -> None:
@@ -101,9 +101,9 @@ def test_another_type_changes_tokens(model: Path) -> None:
 
 def test_rules_for_the_kind_that_a_rule_gives_are_for_these_layers(model: Path) -> None:
     with make_engine(model, ANCHORS, {"kind": "anchors", "backend": "torch_reference"}) as engine:
-        chosen = {choice.layer: choice.backend for choice in engine.choices}
-    assert "kvframe:torch_reference" == chosen.pop("model.layers.0.self_attn")
-    assert "kvframe:torch_reference" not in chosen.values()
+        backends = {choice.layer: choice.backend for choice in engine.choices}
+    assert "kvframe:torch_reference" == backends.pop("model.layers.0.self_attn")
+    assert "kvframe:torch_reference" not in backends.values()
 
 
 def test_the_layers_of_a_model_are_described_without_weights(model: Path) -> None:

@@ -119,10 +119,10 @@ def test_tokens_equal_those_of_a_dense_mask(model: Any, backend: str, tmp_path: 
         outputs = [engine.generate(PROMPTS[:1], PARAMS)[0], *engine.generate(PROMPTS[1:], PARAMS)]
         assert expected == [list(output.token_ids) for output in outputs]
         assert engine.stats().cached_prompt_tokens > 0
-        held = dict(
+        peak_blocks = dict(
             zip((group.spec.kind for group in engine.plan.groups), engine.stats().peak_blocks_held, strict=True)
         )
-        assert held["dilated"] < held["full_attention"]
+        assert peak_blocks["dilated"] < peak_blocks["full_attention"]
 
 
 def test_a_backend_that_would_see_every_kept_token_is_refused_by_name(model: Any, tmp_path: Path) -> None:

@@ -58,7 +58,10 @@ def test_families_that_no_code_names_give_the_tokens_of_generate(models: Any, re
 
 @pytest.mark.parametrize(
     ("family", "checkpoints", "prefix_caching", "host_memory"),
-    few(3, cover_values(HYBRID_FAMILIES, [(*kept, host) for kept in CACHES for host in (None, "4MiB")])),
+    few(
+        3,
+        cover_values(HYBRID_FAMILIES, [(*cache_options, host) for cache_options in CACHES for host in (None, "4MiB")]),
+    ),
 )
 def test_preempted_requests_give_the_same_tokens(
     models: Any, references: Any, family: str, checkpoints: str, prefix_caching: bool, host_memory: str | None
@@ -86,11 +89,11 @@ def test_the_self_check_accepts_it_and_the_model_comes_back_as_it_was(
         with torch.inference_mode():
             return model.loaded.model(torch.tensor([PROMPTS[3]])).logits
 
-    before, forwards = logits(), {each: each.__dict__.get("forward") for each in model.loaded.model.modules()}
+    before, forwards = logits(), {module: module.__dict__.get("forward") for module in model.loaded.model.modules()}
     with model.engine(self_check=True) as engine:
         assert expected == served(engine)
     assert torch.equal(before, logits())
-    assert forwards == {each: each.__dict__.get("forward") for each in model.loaded.model.modules()}
+    assert forwards == {module: module.__dict__.get("forward") for module in model.loaded.model.modules()}
 
 
 @ALL
@@ -116,14 +119,14 @@ def test_a_bfloat16_model_passes_the_self_check_and_keeps_the_scans_state_in_flo
     with Engine.from_pretrained(models(family).path, stack=stack) as engine:
         (output,) = engine.generate([PROMPTS[3]], GREEDY)
         assert "length" == output.finish_reason
-        kept = {
+        dtypes = {
             (name, tensor.dtype)
             for group in engine.plan.groups
             if group.spec.kind == "mamba"
             for layer in group.layers
             for name, tensor in storage_of(engine).views[layer].items()
         }
-    assert {("conv_0", torch.bfloat16)} | ({("recurrent_0", torch.float32)} if family != "lfm2" else set()) == kept
+    assert {("conv_0", torch.bfloat16)} | ({("recurrent_0", torch.float32)} if family != "lfm2" else set()) == dtypes
 
 
 def test_a_model_without_positions_is_served_at_its_length_of_a_million_tokens(tmp_path: Path) -> None:
@@ -215,13 +218,13 @@ def test_with_few_states_a_third_request_continues_where_the_second_differed_fro
 def test_a_named_boundary_lets_the_second_request_find_the_prefix(long_models: Any, family: str) -> None:
     model, expected = long_models(family)
     with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "aligned"}) as engine:
-        found = []
+        hits = []
         for prompt, tokens in zip(LONG, expected, strict=True):
             (output,) = engine.generate([Prompt(decoder=prompt, boundaries=[1000, 1000, 1040])], GREEDY)
             assert tokens == output.token_ids
             assert output.cached is not None
-            found.append(output.cached.num_tokens)
-        assert [0, 960, 960, 960] == found
+            hits.append(output.cached.num_tokens)
+        assert [0, 960, 960, 960] == hits
 
 
 def test_boundaries_within_one_block_cost_one_step(long_models: Any) -> None:
@@ -242,7 +245,7 @@ def test_an_output_says_which_group_limited_what_was_found(long_models: Any) -> 
         why = "group 0 (mamba) keeps states at few blocks' ends, and has none after token 0"
         assert FoundPrefix(known_tokens=960, of_groups={0: 0, 1: 960}, limited_by=(0,), why=why) == output.cached
         outputs = engine.generate(LONG[1:2], SamplingParams(n=2, max_new_tokens=2, seed=1))
-        assert [1024, 1039] == [each.cached.num_tokens for each in outputs if each.cached is not None]
+        assert [1024, 1039] == [output.cached.num_tokens for output in outputs if output.cached is not None]
         (output,) = engine.generate(LONG[1:2], SamplingParams(prompt_logprobs=True, max_new_tokens=1))
         why = "every token of the prompt is computed for its log-probabilities"
         assert FoundPrefix(why=why) == output.cached
@@ -254,11 +257,11 @@ def test_as_many_requests_run_as_fit_while_all_but_one_generate(models: Any) -> 
         assert (1, 2) == (engine.plan.max_concurrency(), engine.plan.max_generating())
         for start in range(4):
             engine.add_request(ids(start, 48), SamplingParams(max_new_tokens=16, ignore_eos=True))
-        most = 0
+        max_running = 0
         while engine.has_unfinished:
             engine.step()
-            most = max(most, len(scheduler_of(engine).running))
-        assert most >= 2
+            max_running = max(max_running, len(scheduler_of(engine).running))
+        assert max_running >= 2
         assert 0 == engine.stats().preemptions
 
 
@@ -276,7 +279,7 @@ def test_without_states_nothing_is_found_and_the_stats_say_which_group_lacks_it(
     model, expected = long_models("bamba")
     with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "none"}) as engine:
         assert [WHOLE] * 4 == computed_each(engine, expected)
-        lookups = {each.kind: each for each in engine.stats().lookups}
+        lookups = {lookup.kind: lookup for lookup in engine.stats().lookups}
         assert 0 == lookups["mamba"].found_tokens < lookups["full_attention"].found_tokens
         assert 3 == lookups["mamba"].times_limiting
 

@@ -49,13 +49,13 @@ def test_refused_drafts_leave_no_trace(models: Any, family: str, checkpoints: st
     states = {"checkpoints": checkpoints, "num_draft_tokens": NUM_DRAFTS}
     num_refused = 0
     with model.engine(states=states, block_size=block_size) as engine:
-        done = dict.fromkeys(truth, 0)
+        num_computed = dict.fromkeys(truth, 0)
         for name, tokens in truth.items():
             manager_of(engine).start(name, tokens[:9])
         while True:
             fed, accepted = {}, {}
             for name, tokens in truth.items():
-                start = done[name]
+                start = num_computed[name]
                 if start == 0:
                     # Prompts of 9, 17 and 4 tokens.
                     accepted[name] = {"a": 9, "b": 17, "c": 4}[name]
@@ -71,12 +71,12 @@ def test_refused_drafts_leave_no_trace(models: Any, family: str, checkpoints: st
                 break
             logits = compute(engine, fed)
             for name, count in accepted.items():
-                start = done[name]
+                start = num_computed[name]
                 torch.testing.assert_close(
                     logits[name][:count], plain[name][start : start + count], rtol=0, atol=rounding
                 )
-                done[name] = start + count
-                manager_of(engine).commit(name, truth[name], done[name])
+                num_computed[name] = start + count
+                manager_of(engine).commit(name, truth[name], num_computed[name])
         for name in truth:
             manager_of(engine).free(name)
     assert num_refused > 10
@@ -109,8 +109,8 @@ class Drafting:
     def fork(self, name: str, new_name: str) -> None:
         """Fork a request, which continues with the same tokens and other drafts."""
         assert self.manager.fork(name, new_name, self.truth[name])
-        for each in (self.truth, self.done, self.plain):
-            each[new_name] = each[name]  # type: ignore[assignment]
+        for record in (self.truth, self.done, self.plain):
+            record[new_name] = record[name]  # type: ignore[assignment]
 
     def begin_again(self, name: str) -> None:
         """Preempt a request by recomputation; its cached blocks are hit."""
@@ -165,7 +165,9 @@ def test_requests_with_drafts_are_forked_preempted_and_found_again(
             drafting.step()
         for index in count():
             drafting.step()
-            names = sorted(name for name, done in drafting.done.items() if 0 < done < len(drafting.truth[name]))
+            names = sorted(
+                name for name, num_computed in drafting.done.items() if 0 < num_computed < len(drafting.truth[name])
+            )
             if not names:
                 break
             if index >= 24:
@@ -175,7 +177,7 @@ def test_requests_with_drafts_are_forked_preempted_and_found_again(
                 drafting.fork(name, f"f{index}")
             elif index % 3 == 1:
                 drafting.begin_again(name)
-        assert all(done == len(drafting.truth[name]) for name, done in drafting.done.items())
+        assert all(num_computed == len(drafting.truth[name]) for name, num_computed in drafting.done.items())
         assert drafting.num_refused > 10
         assert (drafting.num_hit > 0) == (checkpoints != "none")
         drafting.end()

@@ -29,7 +29,7 @@ def shelf() -> Shelf:
 
 
 @pytest.fixture(scope="module")
-def chosen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+def models_by_content(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
     """Make models that choose their past by content, each once."""
     return cache(lambda family: by_content.save(tmp_path_factory.mktemp(family) / family, family))
 
@@ -38,8 +38,8 @@ def with_shelf(model: TinyModel) -> TinyModel:
     return attrs.evolve(model, registry=load_plugins(plugins=[shelf_plugin()]).registry)
 
 
-def prefill(engine: Engine, asked: list[Any]) -> None:
-    engine.generate(asked, JUST_PROMPT)
+def prefill(engine: Engine, prompts: list[Any]) -> None:
+    engine.generate(prompts, JUST_PROMPT)
     assert engine.flush_page_stores()
 
 
@@ -52,9 +52,9 @@ def test_one_engine_computes_prompts_and_another_generates(
 
 
 @pytest.mark.parametrize("family", few(4, by_content.FAMILIES))
-def test_entries_beside_keys_travel_too(chosen: Callable[[str], TinyModel], family: str) -> None:
-    tokens = [chosen(family).reference(prompt) for prompt in PROMPTS]
-    check_apart(with_shelf(chosen(family)), tokens)
+def test_entries_beside_keys_travel_too(models_by_content: Callable[[str], TinyModel], family: str) -> None:
+    tokens = [models_by_content(family).reference(prompt) for prompt in PROMPTS]
+    check_apart(with_shelf(models_by_content(family)), tokens)
 
 
 def check_apart(model: TinyModel, tokens: Tokens) -> None:

@@ -241,10 +241,10 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_dense_forward(yoco: Exam
         logits = yoco.dense(torch.tensor(prompt), torch.arange(len(prompt)))
     expected = logits.log_softmax(-1)[torch.arange(len(prompt) - 1), prompt[1:]].tolist()
     with yoco.engine(skipping="decode_only", max_num_batched_tokens=32) as engine:
-        found = engine.generate([prompt, PROMPTS[2]], [params, GREEDY])[0].prompt_logprobs
-    assert found is not None
-    assert found[0] is None
-    assert expected == pytest.approx(found[1:], abs=1e-4)
+        logprobs = engine.generate([prompt, PROMPTS[2]], [params, GREEDY])[0].prompt_logprobs
+    assert logprobs is not None
+    assert logprobs[0] is None
+    assert expected == pytest.approx(logprobs[1:], abs=1e-4)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -286,10 +286,10 @@ def test_a_policy_can_leave_skipping_off(yoco: Example) -> None:
 
 
 def test_the_example_runs_and_shows_the_skipped_rows() -> None:
-    done = run_program(str(FOLDER / "run_yoco.py"))
-    assert done.returncode == 0, done.stderr
+    process = run_program(str(FOLDER / "run_yoco.py"))
+    assert process.returncode == 0, process.stderr
     assert [
         "prefill skipping off: 555 rows in a layer of the self-decoder, 555 in one of the cross-decoder",
         "prefill skipping on: 555 rows in a layer of the self-decoder, 66 in one of the cross-decoder",
-    ] == [line for line in done.stdout.splitlines() if line.startswith("prefill skipping")]
-    assert 2 == done.stdout.count("4 of 4 requests")
+    ] == [line for line in process.stdout.splitlines() if line.startswith("prefill skipping")]
+    assert 2 == process.stdout.count("4 of 4 requests")

@@ -26,26 +26,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("types", nargs="*", help="only these types; nothing is written then")
     parser.add_argument("--group", choices=GROUPS, help="only this group; nothing is written then")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     pairs = [
-        (group, each)
-        for group, found in GROUPS.items()
-        for each in found.types
-        if (not asked.types or each in asked.types) and asked.group in (None, group)
+        (group, type_name)
+        for group, type_group in GROUPS.items()
+        for type_name in type_group.types
+        if (not options.types or type_name in options.types) and options.group in (None, group)
     ]
-    with ThreadPoolExecutor(asked.jobs) as threads:
-        found = list(zip(pairs, threads.map(_apart, pairs), strict=True))
-    verdicts = {group: {name: each for (own, name), each in found if own == group} for group in GROUPS}
-    for group, each in verdicts.items():
-        words = [verdict.word for verdict in each.values()]
+    with ThreadPoolExecutor(options.jobs) as threads:
+        results = list(zip(pairs, threads.map(_apart, pairs), strict=True))
+    verdicts = {group: {name: verdict for (own, name), verdict in results if own == group} for group in GROUPS}
+    for group, verdicts_by_name in verdicts.items():
+        words = [verdict.word for verdict in verdicts_by_name.values()]
         print(group, {word: words.count(word) for word in sorted(set(words))})
-    if not asked.types and asked.group is None:
+    if not options.types and options.group is None:
         machine = describe_machine(1)
         versions = f"Python {machine['python']}, torch {machine['torch']}, transformers {machine['transformers']}"
         census = Census(machine["date"], machine["commit"], versions, verdicts)
         RECORD.write_text(as_json(census), encoding="utf-8")
         PAGE.write_text(render(from_json(RECORD.read_text(encoding="utf-8"))), encoding="utf-8")
-    return 1 if any(verdict.word == "wrong" for _, verdict in found) else 0
+    return 1 if any(verdict.word == "wrong" for _, verdict in results) else 0
 
 
 def _apart(pair: tuple[str, str]) -> Verdict:

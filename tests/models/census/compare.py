@@ -41,10 +41,10 @@ _TOLERANCE = 1e-3
 
 
 def _types(*names: str) -> tuple[str, ...]:
-    found: set[str] = set()
+    names_of_types: set[str] = set()
     for name in names:
-        found |= set(getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES"))
-    return tuple(sorted(found))
+        names_of_types |= set(getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES"))
+    return tuple(sorted(names_of_types))
 
 
 @attrs.frozen
@@ -57,8 +57,8 @@ class Group:
 
 def _encoders() -> tuple[str, ...]:
     """Return the types with a masked language model or a text encoder, without whole encoder-decoders such as BART."""
-    whole = set(_types("MASKED_LM")) & set(_types("SEQ_TO_SEQ_CAUSAL_LM"))
-    return tuple(each for each in _types("MASKED_LM", "TEXT_ENCODING") if each not in whole)
+    encoder_decoders = set(_types("MASKED_LM")) & set(_types("SEQ_TO_SEQ_CAUSAL_LM"))
+    return tuple(name for name in _types("MASKED_LM", "TEXT_ENCODING") if name not in encoder_decoders)
 
 
 GROUPS: Mapping[str, Group] = {
@@ -151,7 +151,7 @@ def _standing_in_for_timm() -> Iterator[None]:
 def _forget_settings(model: Any) -> None:
     """Give a model a generation config that generates greedily, without any end."""
     starts = (model.generation_config.decoder_start_token_id, getattr(model.config, "decoder_start_token_id", None), 3)
-    start = next(each for each in starts if each is not None) if model.config.is_encoder_decoder else None
+    start = next(token for token in starts if token is not None) if model.config.is_encoder_decoder else None
     model.generation_config = GenerationConfig(
         max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0, decoder_start_token_id=start
     )
@@ -234,7 +234,7 @@ class _Decoder:
         self._inputs = [_inputs_of(model, prompt) for prompt in _PROMPTS]
 
     def theirs(self) -> list[_Generated]:
-        found = []
+        generations = []
         for prompt, inputs in zip(_PROMPTS, self._inputs, strict=True):
             if not self._model.config.is_encoder_decoder:
                 inputs = {
@@ -247,9 +247,9 @@ class _Decoder:
             margins = (top[:, 0] - top[:, 1]) / logits.std(-1)
             tokens = output.sequences[0, -NUM_NEW:]
             logprobs = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-            values = (each.tolist() for each in (tokens, margins, logprobs, logits.std(-1)))
-            found.append(_Generated(*map(tuple, values)))
-        return found
+            values = (tensor.tolist() for tensor in (tokens, margins, logprobs, logits.std(-1)))
+            generations.append(_Generated(*map(tuple, values)))
+        return generations
 
     def verdict(self, folder: Path, expected: Any) -> Verdict:
         params = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True, logprobs=True)

@@ -242,14 +242,14 @@ _BASE = {field.name for field in dataclasses.fields(PreTrainedConfig)}
 
 def _shorter_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters of rotary embeddings, with sections of a position's parts that fit a small head."""
-    found: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         name: _shorter_sections(value) if isinstance(value, dict) else value for name, value in rope.items()
     }
-    if sections := found.get("mrope_section"):
-        pairs = int(_HEAD * (found.get("partial_rotary_factor") or 1.0)) // 2
-        parts = [max(1, pairs * each // sum(sections)) for each in sections]
-        found["mrope_section"] = [pairs - sum(parts[1:]), *parts[1:]]
-    return found
+    if sections := parameters.get("mrope_section"):
+        pairs = int(_HEAD * (parameters.get("partial_rotary_factor") or 1.0)) // 2
+        parts = [max(1, pairs * section // sum(sections)) for section in sections]
+        parameters["mrope_section"] = [pairs - sum(parts[1:]), *parts[1:]]
+    return parameters
 
 
 def _value(config: Any, name: str) -> Any:
@@ -278,5 +278,5 @@ def _alternating(kinds: Any, count: int) -> list[Any]:
 
 def _within(token: Any) -> Any:
     if isinstance(token, list):
-        return [_within(each) for each in token]
+        return [_within(member) for member in token]
     return VOCAB - 1 if isinstance(token, int) and token >= VOCAB else token

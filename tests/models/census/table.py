@@ -52,18 +52,24 @@ def render(census: Census) -> str:
             [
                 ["types of transformers", *_WORDS],
                 *(
-                    [group, *(str(sum(each.word == word for each in found.values())) for word in _WORDS)]
-                    for group, found in census.verdicts.items()
+                    [group, *(str(sum(verdict.word == word for verdict in verdicts.values())) for word in _WORDS)]
+                    for group, verdicts in census.verdicts.items()
                 ),
             ]
         ),
     ]
-    for group, found in census.verdicts.items():
+    for group, verdicts in census.verdicts.items():
         parts.append(f"\n## {group[0].upper()}{group[1:]}\n")
-        equal = [name for name, verdict in found.items() if verdict.word == "equal"]
+        equal = [name for name, verdict in verdicts.items() if verdict.word == "equal"]
         parts.append(f"\nEqual: {', '.join(equal) or 'none'}.\n")
-        noted = [[name, each.word, _short(each.why)] for name, each in found.items() if each.word != "equal"]
-        noted += [[name, each.word, each.why] for name, each in found.items() if each.word == "equal" and each.why]
+        noted = [
+            [name, verdict.word, _short(verdict.why)] for name, verdict in verdicts.items() if verdict.word != "equal"
+        ]
+        noted += [
+            [name, verdict.word, verdict.why]
+            for name, verdict in verdicts.items()
+            if verdict.word == "equal" and verdict.why
+        ]
         if noted:
             parts += ["\n", *_table([["type", "verdict", "why"], *noted])]
     return "".join(parts)
@@ -78,7 +84,8 @@ def from_json(text: str) -> Census:
     """Return the census of a text that ``as_json`` made."""
     content = json.loads(text)
     verdicts = {
-        group: {name: Verdict(**each) for name, each in found.items()} for group, found in content["verdicts"].items()
+        group: {name: Verdict(**fields) for name, fields in verdicts.items()}
+        for group, verdicts in content["verdicts"].items()
     }
     return Census(**{**content, "verdicts": verdicts})
 
