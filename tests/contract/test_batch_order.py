@@ -31,7 +31,7 @@ DECODE = Request(num_computed=7, num_new=1)
 
 
 def lengths(requests: Requests) -> np.ndarray:
-    return np.array([each.num_new for each in requests])
+    return np.array([request.num_new for request in requests])
 
 
 def arranged(requests: Requests, order: np.ndarray | None) -> Requests:
@@ -85,11 +85,11 @@ def test_one_order_satisfies_all_and_keeps_what_they_do_not_tell_apart(
     requests: Requests, orders: Sequence[BatchOrder]
 ) -> None:
     order = find_order(orders, lengths(requests))
-    found = list(range(len(requests))) if order is None else order.tolist()
-    assert sorted(found) == list(range(len(requests)))
-    ranks = [each.ranks(lengths(requests))[found].tolist() for each in orders]
-    assert all(sorted(each) == each for each in ranks)
-    alike = [(a, b) for (a, *x), (b, *y) in itertools.pairwise(zip(found, *ranks, strict=True)) if x == y]
+    indices = list(range(len(requests))) if order is None else order.tolist()
+    assert sorted(indices) == list(range(len(requests)))
+    ranks = [batch_order.ranks(lengths(requests))[indices].tolist() for batch_order in orders]
+    assert all(sorted(row_ranks) == row_ranks for row_ranks in ranks)
+    alike = [(a, b) for (a, *x), (b, *y) in itertools.pairwise(zip(indices, *ranks, strict=True)) if x == y]
     assert all(before < after for before, after in alike)
 
 
@@ -129,10 +129,10 @@ def test_permuting_is_what_building_in_that_order_is(requests: Requests, order: 
     metadata = metadata_of(requests)
     permuted, permutation = permute(metadata, order)
     built = metadata_of(arranged(requests, permutation.requests.numpy()))
-    kept = attrs.evolve(
+    expected = attrs.evolve(
         permuted, block_table=built.block_table, slot_mapping=built.slot_mapping, extensions=built.extensions
     )
-    assert_equal(built, kept)
+    assert_equal(built, expected)
 
 
 def test_requests_of_one_kind_stay_in_their_order_in_a_batch_of_any_size() -> None:

@@ -75,11 +75,13 @@ def test_every_field_is_checked() -> None:
 
 def test_any_collection_of_words_becomes_a_set_that_cannot_change() -> None:
     sizes = {"latent_size": [512]}
-    made = Capabilities(devices=["cpu"], dtypes=("float32",), masks={"causal": 1}, head_sizes=[8], spec_sizes=sizes)
+    capabilities = Capabilities(
+        devices=["cpu"], dtypes=("float32",), masks={"causal": 1}, head_sizes=[8], spec_sizes=sizes
+    )
     sizes["latent_size"].append(64)
     expected = Capabilities(**RIGHT, head_sizes=frozenset({8}), spec_sizes={"latent_size": frozenset({512})})
-    assert expected == made
-    assert hash(expected) == hash(made)
+    assert expected == capabilities
+    assert hash(expected) == hash(capabilities)
 
 
 def test_names_of_a_plugins_own_are_taken() -> None:

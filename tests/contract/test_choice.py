@@ -52,8 +52,8 @@ def batch(query_lens: list[int], seq_lens: list[int], block_size: int = 4, **fie
 
 
 def test_a_chosen_block_stands_for_its_tokens() -> None:
-    chosen = ChosenTokens(torch.tensor([[[2, -1]]], dtype=torch.int32), block_size=3)
-    assert [[[6, 7, 8, -1, -1, -1]]] == chosen.positions().tolist()
+    choice = ChosenTokens(torch.tensor([[[2, -1]]], dtype=torch.int32), block_size=3)
+    assert [[[6, 7, 8, -1, -1, -1]]] == choice.positions().tolist()
 
 
 def test_each_negative_number_stands_for_no_token() -> None:
@@ -63,26 +63,26 @@ def test_each_negative_number_stands_for_no_token() -> None:
 def test_a_query_reads_the_chosen_tokens_up_to_its_own() -> None:
     # The queries are at the positions 5 and 6 of the first request, and at 2 of the second one.
     step = batch([2, 1], [7, 3])
-    chosen = ChosenTokens(torch.tensor([[[6, 1]], [[6, 1]], [[0, -1]]], dtype=torch.int32))
-    places = find_chosen(chosen, step, AttentionMask().sees)
+    choice = ChosenTokens(torch.tensor([[[6, 1]], [[6, 1]], [[0, -1]]], dtype=torch.int32))
+    places = find_chosen(choice, step, AttentionMask().sees)
     assert [[[False, True]], [[True, True]], [[True, False]]] == places.seen.tolist()
     assert [[[0, 1]], [[2, 1]], [[101, 0]]] == places.blocks.tolist()
     assert [[[0, 1]], [[2, 1]], [[0, 0]]] == places.offsets.tolist()
 
 
 def test_a_window_hides_chosen_tokens() -> None:
-    chosen = ChosenTokens(torch.tensor([[[0, 3, 4]]], dtype=torch.int32))
-    places = find_chosen(chosen, batch([1], [6]), AttentionMask(window=3, num_sink_tokens=1).sees)
+    choice = ChosenTokens(torch.tensor([[[0, 3, 4]]], dtype=torch.int32))
+    places = find_chosen(choice, batch([1], [6]), AttentionMask(window=3, num_sink_tokens=1).sees)
     assert [[[True, True, True]]] == places.seen.tolist()
-    places = find_chosen(chosen, batch([1], [6]), AttentionMask(window=2).sees)
+    places = find_chosen(choice, batch([1], [6]), AttentionMask(window=2).sees)
     assert [[[False, False, True]]] == places.seen.tolist()
 
 
 def test_tokens_before_the_start_of_a_sequence_are_hidden() -> None:
     starts = torch.tensor([2], dtype=torch.int32)
     step = batch([1], [6], extensions={SEQ_STARTS: Extension(starts, Axis.REQUEST, starts)})
-    chosen = ChosenTokens(torch.tensor([[[1, 2]]], dtype=torch.int32))
-    assert [[[False, True]]] == find_chosen(chosen, step, AttentionMask().sees).seen.tolist()
+    choice = ChosenTokens(torch.tensor([[[1, 2]]], dtype=torch.int32))
+    assert [[[False, True]]] == find_chosen(choice, step, AttentionMask().sees).seen.tolist()
 
 
 @given(st.data())
@@ -98,12 +98,12 @@ def test_the_places_are_those_of_the_block_table(data: st.DataObject) -> None:
     row = 0
     for request, (query_len, length) in enumerate(zip(query_lens, lens, strict=True)):
         for position in range(length - query_len, length):
-            for index, chosen in enumerate(rows[row]):
-                is_seen = max(0, position - 6) <= chosen <= position
+            for index, token in enumerate(rows[row]):
+                is_seen = max(0, position - 6) <= token <= position
                 assert is_seen == places.seen[row, 0, index]
                 if is_seen:
-                    page = 100 * request + 1 + chosen // size
-                    assert (page, chosen % size) == (places.blocks[row, 0, index], places.offsets[row, 0, index])
+                    page = 100 * request + 1 + token // size
+                    assert (page, token % size) == (places.blocks[row, 0, index], places.offsets[row, 0, index])
             row += 1
 
 

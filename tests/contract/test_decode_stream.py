@@ -30,9 +30,9 @@ def stream_of(decode: Callable[[Sequence[int]], str | None], prompt: Sequence[in
 
 @given(prompt=st.binary(max_size=9), rest=st.binary(max_size=20), lengths=st.lists(st.integers(1, 9), max_size=20))
 def test_bytes_have_the_text_that_they_have_at_once(prompt: bytes, rest: bytes, lengths: list[int]) -> None:
-    before, whole = decode_bytes(prompt), decode_bytes(prompt + rest)
-    kept = before.rstrip(INCOMPLETE)
-    incomplete, expected = before[len(kept) :], whole[len(kept) :]
+    before, full_text = decode_bytes(prompt), decode_bytes(prompt + rest)
+    complete = before.rstrip(INCOMPLETE)
+    incomplete, expected = before[len(complete) :], full_text[len(complete) :]
     while incomplete and expected[:1] == incomplete[0]:
         incomplete, expected = incomplete[1:], expected[1:]
     decode_next, text, start = stream_of(decode_bytes, prompt), "", 0

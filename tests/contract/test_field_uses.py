@@ -46,8 +46,8 @@ class FirstRequest(MetadataWrapper):
 @pytest.fixture
 def step() -> CommonAttentionMetadata:
     step = make_metadata([Request(5, 1), Request(3, 1, 0)], block_size=2)
-    told = torch.tensor([7, 8], dtype=torch.int32)
-    return attrs.evolve(step, extensions={"lengths": Extension(told, Axis.REQUEST, told)})
+    lengths = torch.tensor([7, 8], dtype=torch.int32)
+    return attrs.evolve(step, extensions={"lengths": Extension(lengths, Axis.REQUEST, lengths)})
 
 
 def test_what_is_not_named_is_carried() -> None:
@@ -71,8 +71,8 @@ def test_a_field_of_a_later_version_is_refused_and_not_carried(step: CommonAtten
         later: int = 0
 
     values = {field.name: getattr(step, field.name) for field in attrs.fields(CommonAttentionMetadata)}
-    made = FirstRequest()(Later(**values))
-    assert (Later, 0) == (type(made), made.later)  # type: ignore[attr-defined]
+    result = FirstRequest()(Later(**values))
+    assert (Later, 0) == (type(result), result.later)  # type: ignore[attr-defined]
     assert "later" not in FirstRequest.fields
 
 
@@ -83,19 +83,19 @@ def test_a_field_has_one_use() -> None:
 
 
 def test_metadata_is_made_as_it_is_declared(step: CommonAttentionMetadata) -> None:
-    made = apply_wrapper(FirstRequest(), step)
+    result = apply_wrapper(FirstRequest(), step)
     assert (1, 1, [6], [6]) == (
-        made.num_reqs,
-        made.num_actual_tokens,
-        made.seq_lens.tolist(),
-        made.seq_lens_cpu.tolist(),
+        result.num_reqs,
+        result.num_actual_tokens,
+        result.seq_lens.tolist(),
+        result.seq_lens_cpu.tolist(),
     )
-    assert step.block_table[:1].tolist() == made.block_table.tolist()
-    assert step.slot_mapping[:1].tolist() == made.slot_mapping.tolist()
-    assert step.generating_indices is made.generating_indices
-    told = made.extensions["lengths"]
-    assert told.values_cpu is not None
-    assert [7] == told.values.tolist() == told.values_cpu.tolist()
+    assert step.block_table[:1].tolist() == result.block_table.tolist()
+    assert step.slot_mapping[:1].tolist() == result.slot_mapping.tolist()
+    assert step.generating_indices is result.generating_indices
+    lengths = result.extensions["lengths"]
+    assert lengths.values_cpu is not None
+    assert [7] == lengths.values.tolist() == lengths.values_cpu.tolist()
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_what_is_missing_is_the_wrappers_mistake(missing: str, message: str, ste
 def test_a_value_that_is_given_is_not_sliced(step: CommonAttentionMetadata) -> None:
     wrapper = FirstRequest()
     table = torch.tensor([[3]], dtype=torch.int32)
-    made = wrapper.evolve(step, block_table=table, extensions={}, **wrapper.given(step))
-    assert made.block_table is table
-    assert {} == dict(made.extensions)
+    result = wrapper.evolve(step, block_table=table, extensions={}, **wrapper.given(step))
+    assert result.block_table is table
+    assert {} == dict(result.extensions)
 
 
 @pytest.mark.parametrize("optional", [True, False])
@@ -139,6 +139,6 @@ def test_an_unknown_extension_is_left_out_if_it_is_optional(optional: bool, step
 
 
 def test_a_sliced_extension_stays_optional(step: CommonAttentionMetadata) -> None:
-    told = attrs.evolve(step.extensions["lengths"], optional=True)
-    made = apply_wrapper(FirstRequest(), attrs.evolve(step, extensions={"lengths": told}))
-    assert made.extensions["lengths"].optional
+    lengths = attrs.evolve(step.extensions["lengths"], optional=True)
+    result = apply_wrapper(FirstRequest(), attrs.evolve(step, extensions={"lengths": lengths}))
+    assert result.extensions["lengths"].optional

@@ -75,8 +75,8 @@ def test_a_method_that_takes_everything_is_left_as_it_is() -> None:
     def forward(self: Any, layer: str, out: Any = None, later: int = 0, *, last: int = 0) -> Any:
         return layer, out, later, last
 
-    def forward_any(self: Any, layer: str, **named: Any) -> Any:
-        return layer, named
+    def forward_any(self: Any, layer: str, **options: Any) -> Any:
+        return layer, options
 
     newer = type("Newer", (Base,), {"forward": forward})
     assert vars(newer)["forward"] is forward

@@ -47,9 +47,9 @@ def test_the_longest_prefix_has_a_page_for_all_that_is_live(
 ) -> None:
     size = spec.block_size
     pages = pages[: LONGEST // size]
-    found = live_range(spec).longest_prefix(np.array(pages, dtype=np.int32), num_tokens)
+    prefix_len = live_range(spec).longest_prefix(np.array(pages, dtype=np.int32), num_tokens)
     ends = range(0, min(num_tokens, len(pages) * size) + 1, size)
-    assert max(n for n in ends if all(pages[block] for block in live_blocks(spec, n))) == found
+    assert max(n for n in ends if all(pages[block] for block in live_blocks(spec, n))) == prefix_len
 
 
 @given(specs=st.lists(SPECS, min_size=1, max_size=3), data=st.data())
@@ -58,14 +58,19 @@ def test_the_longest_common_prefix_is_one_of_every_group(specs: list[KVCacheSpec
     pages = [
         data.draw(st.lists(st.booleans(), min_size=n, max_size=n)) for n in (LONGEST // s.block_size for s in specs)
     ]
-    held = [(live_range(spec), np.array(each, dtype=np.int32)) for spec, each in zip(specs, pages, strict=True)]
+    pages_by_group = [
+        (live_range(spec), np.array(group_pages, dtype=np.int32))
+        for spec, group_pages in zip(specs, pages, strict=True)
+    ]
     ends = range(0, LONGEST + 1, step)
     expected = max(
         n
         for n in ends
-        if all(each[block] for spec, each in zip(specs, pages, strict=True) for block in live_blocks(spec, n))
+        if all(
+            group_pages[block] for spec, group_pages in zip(specs, pages, strict=True) for block in live_blocks(spec, n)
+        )
     )
-    assert expected == longest_common_prefix(held, step, LONGEST)
+    assert expected == longest_common_prefix(pages_by_group, step, LONGEST)
 
 
 @given(spec=SPECS, factor=st.integers(1, 3))
@@ -73,7 +78,7 @@ def test_a_block_is_needed_if_some_hit_needs_it(spec: KVCacheSpec, factor: int) 
     step = factor * spec.block_size
     needed = live_range(spec).needed(step, LONGEST)
     of_hits = [live_blocks(spec, n) for n in range(0, LONGEST + 1, step)]
-    assert [any(block in each for each in of_hits) for block in range(len(needed))] == needed.tolist()
+    assert [any(block in hit_blocks for hit_blocks in of_hits) for block in range(len(needed))] == needed.tolist()
 
 
 def test_a_type_that_keeps_all_forgets_nothing() -> None:
@@ -101,14 +106,14 @@ def test_a_mask_that_says_something_else_than_the_live_ranges_is_not_believed(
 
 
 def test_a_spec_is_asked_a_few_times_for_each_block() -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     class Asked(RangeSpec):
         def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
-            asked.append(n)
+            calls.append(n)
             return super().live_ranges(n)
 
     deaths = live_range(Asked(block_size=16, num_kv_heads=1, head_size=4, window=1000), 16_000).deaths
     assert 1000 == len(deaths)
     assert [16 + 999, 32 + 999, NEVER] == [deaths[0], deaths[1], deaths[-1]]
-    assert len(asked) <= 4 * len(deaths)
+    assert len(calls) <= 4 * len(deaths)

@@ -71,9 +71,9 @@ def test_any_division_of_the_keys_gives_the_whole(ends: list[int], seed: int, ha
     for index, (start, stop) in enumerate(itertools.pairwise([0, *sorted(ends), 12])):
         part = slice(start, stop)
         # The sinks are in one part.
-        given = (visible[:, part], None if index else sinks, bias[:, :, part])
-        outputs.append(dense_attention(layer, query, key[part], value[part], *given))
-        lses.append(dense_lse(layer, query, key[part], *given))
+        masking = (visible[:, part], None if index else sinks, bias[:, :, part])
+        outputs.append(dense_attention(layer, query, key[part], value[part], *masking))
+        lses.append(dense_lse(layer, query, key[part], *masking))
     output, lse = merge_attention(outputs, lses)
     torch.testing.assert_close(output, dense_attention(layer, query, key, value, visible, sinks, bias))
     torch.testing.assert_close(lse, dense_lse(layer, query, key, visible, sinks, bias))

@@ -37,13 +37,13 @@ def spec_of(kind: type[AttentionSpec], block_size: int, **options: Any) -> Atten
 
 def by_definition(spec: KVCacheSpec, num_tokens: int, max_new: int) -> int:
     steps = ((n, min(max_new, num_tokens - n)) for n in range(num_tokens))
-    held = []
+    num_held = []
     for n, size in steps:
         new = set(range(n // spec.block_size, -(-(n + size) // spec.block_size)))
-        held.append(
+        num_held.append(
             len(new | {token // spec.block_size for start, stop in spec.live_ranges(n) for token in range(start, stop)})
         )
-    return max(held, default=0)
+    return max(num_held, default=0)
 
 
 @given(
@@ -66,10 +66,10 @@ class Summaries(AttentionSpec):
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
         own = n - n % self.stride
-        found = tuple((end - 1, end) for end in range(self.stride, own + 1, self.stride))
-        found = (*found, (own, n)) if own < n else found
-        ASKED[self.kind] += 1 + len(found)
-        return found
+        ranges = tuple((end - 1, end) for end in range(self.stride, own + 1, self.stride))
+        ranges = (*ranges, (own, n)) if own < n else ranges
+        ASKED[self.kind] += 1 + len(ranges)
+        return ranges
 
 
 @attrs.frozen(kw_only=True)

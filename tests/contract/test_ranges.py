@@ -40,7 +40,7 @@ def test_each_part_has_the_keys_of_its_own_runs_and_the_blocks_of_all() -> None:
     for part in (causal, both_ways):
         assert [0, 1, 2, 4, 6, 7, 10] == part.query_start_loc.tolist()
         assert [STEP.block_table[row].tolist() for row in (0, 1, 1, 1, 1, 3)] == part.block_table.tolist()
-        assert {torch.int32} == {each.dtype for each in (part.seq_lens, part.query_start_loc, part.block_table)}
+        assert {torch.int32} == {tensor.dtype for tensor in (part.seq_lens, part.query_start_loc, part.block_table)}
         assert 3 == part.max_query_len
 
 

@@ -37,8 +37,8 @@ def test_buckets_are_those_of_transformers(num_buckets: int, max_distance: int, 
     bias = RelativeBias(num_buckets=num_buckets, max_distance=max_distance, bidirectional=both_ways)
     distance = torch.arange(-3 * max_distance, 3 * max_distance)
     expected = T5Attention._relative_position_bucket(distance, both_ways, num_buckets, max_distance)
-    found = distance_buckets(bias)[bias_columns(distance, max_distance)]
-    assert expected.tolist() == found.tolist()
+    buckets = distance_buckets(bias)[bias_columns(distance, max_distance)]
+    assert expected.tolist() == buckets.tolist()
 
 
 def test_half_of_the_buckets_are_single_distances() -> None:

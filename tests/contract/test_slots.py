@@ -20,8 +20,8 @@ def test_blocks_and_offsets_follow_from_flat_slots(block_size: int) -> None:
 def test_places_are_made_unless_they_are_given() -> None:
     slots = Slots(torch.tensor([3]), 2)
     assert [slots.flat, *slots.indices] == host_tensors(slots)
-    given = torch.tensor([1]), torch.tensor([1])
-    assert given == Slots(torch.tensor([3]), 2, given).indices
+    indices = torch.tensor([1]), torch.tensor([1])
+    assert indices == Slots(torch.tensor([3]), 2, indices).indices
 
 
 def test_flat_slots_follow_from_blocks_and_offsets() -> None:

@@ -138,7 +138,7 @@ def test_a_window_in_both_directions_is_over_the_tokens_of_the_request() -> None
 
 
 @pytest.mark.parametrize(
-    ("mask", "seen"),
+    ("mask", "visible_keys"),
     [
         (AttentionMask(), [0, 1, 2, 3, 4, 5, 6]),
         (AttentionMask(window=3), [4, 5, 6]),
@@ -149,10 +149,10 @@ def test_a_window_in_both_directions_is_over_the_tokens_of_the_request() -> None
         (AttentionMask(causal=False, window=1, lookahead=9), [6, 7, 8]),
     ],
 )
-def test_a_mask_is_a_function_of_positions_too(mask: AttentionMask, seen: list[int]) -> None:
+def test_a_mask_is_a_function_of_positions_too(mask: AttentionMask, visible_keys: list[int]) -> None:
     positions = np.arange(9)
-    assert seen == np.flatnonzero(mask.sees(positions[:, None], positions)[6]).tolist()
-    assert seen == [key for key in range(9) if mask.sees(6, key)]
+    assert visible_keys == np.flatnonzero(mask.sees(positions[:, None], positions)[6]).tolist()
+    assert visible_keys == [key for key in range(9) if mask.sees(6, key)]
 
 
 def test_a_type_that_has_a_mask_has_its_function_and_others_may_give_one() -> None:
@@ -424,8 +424,8 @@ class StoresNothing(StateSpec):
 
 class StoresMoreForLaterBranches(StateSpec):
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[TokenRange, ...]:
-        found = super().stored_blocks(n, num_new_tokens, branch)
-        return ((0, 1), *found) if n == 0 and branch == 8 and found[0] != (0, 1) else found
+        ranges = super().stored_blocks(n, num_new_tokens, branch)
+        return ((0, 1), *ranges) if n == 0 and branch == 8 and ranges[0] != (0, 1) else ranges
 
 
 class LosesTheStateAtItsBranch(StateSpec):
@@ -468,8 +468,8 @@ def test_checking_specs_policies_and_page_stores_needs_no_torch_and_the_kit_no_t
         "import kvframe_testing.page_stores; print('torch' in sys.modules);"
         "import kvframe_testing.conformance; print('pytest' in sys.modules or 'hypothesis' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ["False", "False"] == done.stdout.split()
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ["False", "False"] == process.stdout.split()
 
 
 # --- types whose queries see fewer tokens than are live ---------------------------------------------------------------

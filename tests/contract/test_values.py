@@ -39,17 +39,17 @@ def padded() -> CommonAttentionMetadata:
 
 def changed(metadata: CommonAttentionMetadata, **changes: Any) -> CommonAttentionMetadata:
     """Return metadata with other numbers; a list stands for a tensor and its host copy, or for an extension."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in changes.items():
         if name in EXTENSIONS:
             values = torch.tensor(value, dtype=torch.int32)
-            found["extensions"] = {name: Extension(values, EXTENSIONS[name], values)}
+            fields["extensions"] = {name: Extension(values, EXTENSIONS[name], values)}
         elif isinstance(value, list):
             dtype = getattr(metadata, name).dtype
-            found |= {name: torch.tensor(value, dtype=dtype), f"{name}_cpu": torch.tensor(value, dtype=dtype)}
+            fields |= {name: torch.tensor(value, dtype=dtype), f"{name}_cpu": torch.tensor(value, dtype=dtype)}
         else:
-            found[name] = value
-    return attrs.evolve(metadata, **found)
+            fields[name] = value
+    return attrs.evolve(metadata, **fields)
 
 
 RIGHT: dict[str, Mapping[str, Any]] = {
@@ -121,9 +121,9 @@ def test_numbers_at_their_limits_are_taken(what: str) -> None:
 @pytest.mark.parametrize("what", WRONG)
 def test_numbers_beyond_their_limits_are_refused_whatever_a_wrapper_left_as_it_was(what: str) -> None:
     changes, message = WRONG[what]
-    given = changed(step(), causal=changes.get("causal", True))
-    for before in (None, given):
-        assert message in str(find_contradiction(changed(given, **changes), before))
+    batch = changed(step(), causal=changes.get("causal", True))
+    for before in (None, batch):
+        assert message in str(find_contradiction(changed(batch, **changes), before))
 
 
 @pytest.mark.parametrize("what", WRONG_WHEN_PADDED)
@@ -133,46 +133,46 @@ def test_numbers_of_padded_tokens_are_refused(what: str) -> None:
 
 
 def test_a_mask_that_a_wrapper_makes_causal_is_checked() -> None:
-    given = changed(step(), seq_lens=[11, 2], causal=False)
-    assert find_contradiction(given) is None
-    assert "request 1 has 3 new tokens" in str(find_contradiction(attrs.evolve(given, causal=True), given))
+    batch = changed(step(), seq_lens=[11, 2], causal=False)
+    assert find_contradiction(batch) is None
+    assert "request 1 has 3 new tokens" in str(find_contradiction(attrs.evolve(batch, causal=True), batch))
 
 
 def test_fewer_slots_or_a_narrower_table_than_a_wrapper_was_given_are_checked() -> None:
-    given = step()
-    fewer = attrs.evolve(given, slot_mapping=given.slot_mapping[:4])
-    assert "slot_mapping has 4 tokens, and num_actual_tokens is 5" in str(find_contradiction(fewer, given))
-    narrower = attrs.evolve(given, block_table=given.block_table[:, :2])
-    assert "block_table has blocks of 8 tokens" in str(find_contradiction(narrower, given))
+    batch = step()
+    fewer = attrs.evolve(batch, slot_mapping=batch.slot_mapping[:4])
+    assert "slot_mapping has 4 tokens, and num_actual_tokens is 5" in str(find_contradiction(fewer, batch))
+    narrower = attrs.evolve(batch, block_table=batch.block_table[:, :2])
+    assert "block_table has blocks of 8 tokens" in str(find_contradiction(narrower, batch))
 
 
 def wrong_tensors() -> dict[str, tuple[CommonAttentionMetadata, str | None]]:
     """Return metadata with one changed tensor, and the expected error."""
-    given, wide = step(), padded()
-    table, slots = given.block_table, given.slot_mapping
+    batch, wide = step(), padded()
+    table, slots = batch.block_table, batch.slot_mapping
     starts = torch.tensor([9, 0], dtype=torch.int32)
     on_device = {SEQ_STARTS: Extension(starts + 1, Axis.REQUEST, starts)}
     wrong_padding = wide.slot_mapping.clone()
     wrong_padding[-1] = 1
     return {
-        "as it is": (given, None),
+        "as it is": (batch, None),
         "padded": (wide, None),
-        "starts": (attrs.evolve(given, query_start_loc=given.query_start_loc + 1), "query_start_loc is not what "),
-        "lengths": (attrs.evolve(given, seq_lens=given.seq_lens + 1), "seq_lens is not what seq_lens_cpu says"),
+        "starts": (attrs.evolve(batch, query_start_loc=batch.query_start_loc + 1), "query_start_loc is not what "),
+        "lengths": (attrs.evolve(batch, seq_lens=batch.seq_lens + 1), "seq_lens is not what seq_lens_cpu says"),
         "generating": (
-            attrs.evolve(given, generating_indices=given.generating_indices + 1),
+            attrs.evolve(batch, generating_indices=batch.generating_indices + 1),
             "generating_indices is not what generating_indices_cpu says",
         ),
-        "an extension": (attrs.evolve(given, extensions=on_device), "the extension 'seq_starts' is not what it is on"),
-        "the last block": (attrs.evolve(given, block_table=table.clamp(max=NUM_BLOCK_IDS - 1)), None),
+        "an extension": (attrs.evolve(batch, extensions=on_device), "the extension 'seq_starts' is not what it is on"),
+        "the last block": (attrs.evolve(batch, block_table=table.clamp(max=NUM_BLOCK_IDS - 1)), None),
         "a block beyond": (
-            attrs.evolve(given, block_table=table.where(table < 6, NUM_BLOCK_IDS)),
+            attrs.evolve(batch, block_table=table.where(table < 6, NUM_BLOCK_IDS)),
             "block_table names 7, and there are 7 in all",
         ),
-        "a block below": (attrs.evolve(given, block_table=table - 2), "block_table names -1, and there are 7 in all"),
-        "the last slot": (attrs.evolve(given, slot_mapping=torch.full_like(slots, 27)), None),
-        "a slot beyond": (attrs.evolve(given, slot_mapping=slots * 0 + 28), "slot_mapping names 28, and there are 28"),
-        "a slot below": (attrs.evolve(given, slot_mapping=slots * 0 - 1), "slot_mapping names -1, and there are 28"),
+        "a block below": (attrs.evolve(batch, block_table=table - 2), "block_table names -1, and there are 7 in all"),
+        "the last slot": (attrs.evolve(batch, slot_mapping=torch.full_like(slots, 27)), None),
+        "a slot beyond": (attrs.evolve(batch, slot_mapping=slots * 0 + 28), "slot_mapping names 28, and there are 28"),
+        "a slot below": (attrs.evolve(batch, slot_mapping=slots * 0 - 1), "slot_mapping names -1, and there are 28"),
         "a slot of padding": (attrs.evolve(wide, slot_mapping=wrong_padding), "a padded token has a slot other than 0"),
     }
 
@@ -181,8 +181,8 @@ def wrong_tensors() -> dict[str, tuple[CommonAttentionMetadata, str | None]]:
 def test_tensors_that_kernels_read_are_refused_beyond_their_limits(what: str) -> None:
     metadata, message = wrong_tensors()[what]
     for before in (None, step()):
-        found = find_wrong_tensor(metadata, before, NUM_BLOCK_IDS)
-        assert found is None if message is None else message in str(found)
+        problem = find_wrong_tensor(metadata, before, NUM_BLOCK_IDS)
+        assert problem is None if message is None else message in str(problem)
 
 
 def test_of_a_pool_of_unknown_size_only_ids_below_0_are_refused() -> None:
@@ -191,26 +191,26 @@ def test_of_a_pool_of_unknown_size_only_ids_below_0_are_refused() -> None:
 
 
 def test_blocks_and_slots_of_other_steps_are_foreign() -> None:
-    given = step()
-    reversed_ = attrs.evolve(given, block_table=given.block_table.flip(1) * (given.block_table > 1))
-    assert find_foreign_id(reversed_, given) is None
+    batch = step()
+    reversed_ = attrs.evolve(batch, block_table=batch.block_table.flip(1) * (batch.block_table > 1))
+    assert find_foreign_id(reversed_, batch) is None
     assert "block_table names 7, which is none of those" in str(
-        find_foreign_id(attrs.evolve(given, block_table=given.block_table + 1), given)
+        find_foreign_id(attrs.evolve(batch, block_table=batch.block_table + 1), batch)
     )
     assert "slot_mapping names 100, which is none of those" in str(
-        find_foreign_id(attrs.evolve(given, slot_mapping=torch.full_like(given.slot_mapping, 100)), given)
+        find_foreign_id(attrs.evolve(batch, slot_mapping=torch.full_like(batch.slot_mapping, 100)), batch)
     )
 
 
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_extensions_that_kernels_read_are_int32_and_of_one_dimension(name: str) -> None:
-    given = step()
+    batch = step()
     count = {Axis.REQUEST: 2, Axis.TOKEN: 5}
     other = Axis.TOKEN if EXTENSIONS[name] is Axis.REQUEST else Axis.REQUEST
 
     def problem(axis: Axis, *shape: int, dtype: torch.dtype = torch.int32) -> str | None:
         values = torch.ones(shape, dtype=dtype)
-        return find_misfit(attrs.evolve(given, extensions={name: Extension(values, axis, values)}))
+        return find_misfit(attrs.evolve(batch, extensions={name: Extension(values, axis, values)}))
 
     own = EXTENSIONS[name]
     assert problem(own, count[own]) is None

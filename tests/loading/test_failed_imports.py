@@ -28,10 +28,10 @@ def run_beside(site: Path, *arguments: object, **environment: str) -> subprocess
     )
 
 
-def sentence_of(done: subprocess.CompletedProcess[str]) -> str:
+def sentence_of(process: subprocess.CompletedProcess[str]) -> str:
     """Return the one line on stderr after a user's mistake."""
-    assert 2 == done.returncode, done.stderr
-    (line,) = done.stderr.splitlines()
+    assert 2 == process.returncode, process.stderr
+    (line,) = process.stderr.splitlines()
     return line.removeprefix("kvframe: error: ")
 
 

@@ -73,7 +73,7 @@ def noisy(tmp_path: Path) -> Path:
 )
 def test_a_document_holds_nothing_that_a_plugin_printed(noisy: Path, arguments: list[str], printed: set[str]) -> None:
     paths = [str(noisy), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "kvframe", *arguments, "--json"],
         cwd=noisy,
         capture_output=True,
@@ -81,9 +81,9 @@ def test_a_document_holds_nothing_that_a_plugin_printed(noisy: Path, arguments: 
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
-    assert 0 == done.returncode, done.stderr
-    assert isinstance(json.loads(done.stdout), dict)
-    assert printed <= set(done.stderr.splitlines())
+    assert 0 == process.returncode, process.stderr
+    assert isinstance(json.loads(process.stdout), dict)
+    assert printed <= set(process.stderr.splitlines())
 
 
 def test_output_of_a_call_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

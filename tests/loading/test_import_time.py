@@ -38,17 +38,17 @@ print("\\n".join(sys.modules), file=sys.stderr)
 @pytest.mark.parametrize("arguments", [["--help"], ["plugins"], ["plan", "layers.toml"], ["plan", "--help"]])
 def test_a_light_command_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "layers.toml").write_text(LAYERS)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", RUN, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    loaded = set(done.stderr.split())
+    loaded = set(process.stderr.split())
     assert set() == HEAVY & loaded
     assert len(loaded) < MAX_MODULES
 
 
 def test_help_of_the_group_imports_no_part_of_the_flow() -> None:
-    done = subprocess.run([sys.executable, "-c", RUN, "--help"], capture_output=True, text=True, check=True)
-    loaded = {name for name in done.stderr.split() if name.startswith("kvframe.")}
+    process = subprocess.run([sys.executable, "-c", RUN, "--help"], capture_output=True, text=True, check=True)
+    loaded = {name for name in process.stderr.split() if name.startswith("kvframe.")}
     assert set() == loaded & {
         "kvframe_engine.engine",
         "kvframe.loading.plugins",

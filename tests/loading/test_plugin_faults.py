@@ -93,18 +93,18 @@ def arguments_of(hook: str) -> str:
 @pytest.mark.parametrize(("hook", "failure"), cover_values(HOOKS, FAILURES))
 def test_a_hook_that_raises_sets_its_own_plugin_aside(site: FakeSite, hook: str, failure: str) -> None:
     body = f"@hookimpl\ndef {hook}({arguments_of(hook)}): raise {FAILURES[failure]}\n"
-    found = statuses(site, body)
-    assert ("loaded", "") == found["good"]
-    status, reason = found["bad"]
+    states = statuses(site, body)
+    assert ("loaded", "") == states["good"]
+    status, reason = states["bad"]
     assert "broken" == status
     assert reason.startswith(f"{hook} failed: {type(make_error(failure)).__name__}: ")
 
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_with_other_arguments_sets_its_own_plugin_aside(site: FakeSite, hook: str) -> None:
-    found = statuses(site, f"@hookimpl\ndef {hook}(nobody_knows): pass\n")
-    assert ("loaded", "") == found["good"]
-    status, reason = found["bad"]
+    states = statuses(site, f"@hookimpl\ndef {hook}(nobody_knows): pass\n")
+    assert ("loaded", "") == states["good"]
+    status, reason = states["bad"]
     assert "broken" == status
     assert hook in reason
 
@@ -116,9 +116,9 @@ def test_a_hook_with_other_arguments_sets_its_own_plugin_aside(site: FakeSite, h
     ),
 )
 def test_a_hook_that_returns_a_wrong_value_sets_only_its_plugin_aside(site: FakeSite, hook: str, answer: str) -> None:
-    found = statuses(site, f"@hookimpl\ndef {hook}({arguments_of(hook)}): return {answer}\n")
-    assert ("loaded", "") == found["good"]
-    status, reason = found["bad"]
+    states = statuses(site, f"@hookimpl\ndef {hook}({arguments_of(hook)}): return {answer}\n")
+    assert ("loaded", "") == states["good"]
+    status, reason = states["bad"]
     assert ("broken", True) == (status, hook in reason)
 
 
@@ -129,10 +129,10 @@ def test_an_interrupt_in_a_hook_is_the_users(site: FakeSite) -> None:
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_manifest_that_raises_at_import_is_set_aside(site: FakeSite, failure: str) -> None:
-    found = statuses(site, f"raise {FAILURES[failure]}\n")
-    assert ("loaded", "") == found["good"]
-    assert "broken" == found["bad"][0]
-    assert found["bad"][1].startswith("importing kvframe_bad.manifest_bad failed: ")
+    states = statuses(site, f"raise {FAILURES[failure]}\n")
+    assert ("loaded", "") == states["good"]
+    assert "broken" == states["bad"][0]
+    assert states["bad"][1].startswith("importing kvframe_bad.manifest_bad failed: ")
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -215,9 +215,9 @@ def test_a_name_cannot_be_registered_after_the_hook_returned(site: FakeSite) -> 
     ],
 )
 def test_a_claim_of_another_form_sets_its_own_plugin_aside(site: FakeSite, claim: str) -> None:
-    found = statuses(site, f"@hookimpl\ndef kvframe_register_backends(register): register({claim})\n")
-    assert ("loaded", "") == found["good"]
-    assert ("broken", True) == (found["bad"][0], found["bad"][1].startswith("kvframe_register_backends failed: "))
+    states = statuses(site, f"@hookimpl\ndef kvframe_register_backends(register): register({claim})\n")
+    assert ("loaded", "") == states["good"]
+    assert ("broken", True) == (states["bad"][0], states["bad"][1].startswith("kvframe_register_backends failed: "))
 
 
 # --- methods ----------------------------------------------------------------------------------------------------------
@@ -293,12 +293,12 @@ class GoodSpec(FullAttentionSpec):
     kind: ClassVar[str] = "bad"
 
 
-def make_registry(kind: str, made: type) -> Registry:
+def make_registry(kind: str, bad_class: type) -> Registry:
     """Return a registry with a class of a plugin named ``bad``, beside the built-in ones."""
     module = ModuleType("bad_plugin")
 
     def register_it(register: Any) -> None:
-        register("bad", made)
+        register("bad", bad_class)
 
     hook = {"eviction": "eviction_policies"}.get(kind, f"{kind}s")
     setattr(module, f"kvframe_register_{hook}", hookimpl(register_it, specname=f"kvframe_register_{hook}"))
@@ -542,7 +542,7 @@ def test_a_backend_that_fails_when_asked_is_passed_over_by_auto(failure: str) ->
     registry = make_registry("backend", type("Bad", (GoodBackend,), {"unusable_reason": classmethod(raising(failure))}))
     _, (choice,) = choose(registry)
     assert "bad_plugin:bad" != choice.backend
-    (reason,) = (choice.why_not(each) for each in choice.candidates if each.name == "bad_plugin:bad")
+    (reason,) = (choice.why_not(candidate) for candidate in choice.candidates if candidate.name == "bad_plugin:bad")
     assert reason.startswith("backend 'bad_plugin:bad': unusable_reason() failed: ")
 
 
@@ -578,9 +578,9 @@ MISDECLARED = [
 BY_CLASS = {interface.good: interface for interface in INTERFACES}
 
 
-def use(made: type, good: type) -> None:
+def use(bad_class: type, good: type) -> None:
     interface = BY_CLASS[good]
-    next(iter(interface.set_up.values()))(make_registry(interface.kind, made))
+    next(iter(interface.set_up.values()))(make_registry(interface.kind, bad_class))
 
 
 @pytest.mark.parametrize(("good", "name", "value"), MISDECLARED)
@@ -632,7 +632,7 @@ def test_what_is_declared_and_not_taken_by_attend_is_refused(declared: dict[str,
 def test_a_backend_with_capabilities_of_another_type_is_passed_over_by_auto(value: Any) -> None:
     _, (choice,) = choose(make_registry("backend", type("Bad", (GoodBackend,), {"capabilities": value})))
     assert "bad_plugin:bad" != choice.backend
-    (reason,) = (choice.why_not(each) for each in choice.candidates if each.name == "bad_plugin:bad")
+    (reason,) = (choice.why_not(candidate) for candidate in choice.candidates if candidate.name == "bad_plugin:bad")
     assert "declares capabilities = " in reason
 
 
@@ -652,11 +652,11 @@ def test_a_backend_whose_options_lack_defaults_is_passed_over_by_auto() -> None:
     class Options:
         size: int
 
-    made = type("Bad", (GoodBackend,), {"options_class": Options})
-    _, (choice,) = choose(make_registry("backend", made))
+    bad_class = type("Bad", (GoodBackend,), {"options_class": Options})
+    _, (choice,) = choose(make_registry("backend", bad_class))
     assert "bad_plugin:bad" != choice.backend
     with one_sentence("backend 'bad'", "size"):
-        choose(make_registry("backend", made), backend="bad")
+        choose(make_registry("backend", bad_class), backend="bad")
 
 
 def test_an_adapter_that_fails_is_passed_over(tmp_path: Path) -> None:

@@ -194,21 +194,21 @@ def test_needs_may_be_several() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "is_refused"),
+    ("version", "is_refused"),
     [
-        *((found, False) for found in ("0.6.9", "0.6.10+cu130", "1.0", "0.7.0rc1", "nightly")),
-        *((found, True) for found in ("0.6.8.post1", "0.6", "0.5.12")),
+        *((version, False) for version in ("0.6.9", "0.6.10+cu130", "1.0", "0.7.0rc1", "nightly")),
+        *((version, True) for version in ("0.6.8.post1", "0.6", "0.5.12")),
     ],
 )
 def test_a_library_that_is_too_old_is_found_before_import(
-    found: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+    version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", {"my-library": found}.__getitem__)
+    monkeypatch.setattr(importlib.metadata, "version", {"my-library": version}.__getitem__)
     claim = Claim("backend", "x", "a:B", "a", "a:a", install="pip install -U it", needs_versions="my-library>=0.6.9")
     assert is_refused is bool(claim.outdated())
     if is_refused:
         expected = (
-            f"backend 'x' of a cannot be used: needs my-library>=0.6.9, not {found} as installed here; "
+            f"backend 'x' of a cannot be used: needs my-library>=0.6.9, not {version} as installed here; "
             "try: pip install -U it"
         )
         with pytest.raises(PluginError) as caught:
@@ -226,18 +226,18 @@ def test_a_version_that_cannot_be_read_is_refused() -> None:
 
 
 def test_the_versions_that_plugins_ask_for_are_those_of_their_extras() -> None:
-    asked, extras = set(), set()
+    version_needs, extras = set(), set()
     for claim in load_plugins().registry.backends.claims():
         if claim.needs_versions:
-            asked.update((claim.owner, need) for need in claim.needs_versions)
+            version_needs.update((claim.owner, need) for need in claim.needs_versions)
             folder = PLUGINS / claim.owner.removeprefix("kvframe-").replace("-", "_")
             project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
             needs = [need.partition(";")[0] for extra in project["optional-dependencies"].values() for need in extra]
             extras.update((claim.owner, need) for need in needs)
     assert {"kvframe-flash-attn", "kvframe-flashinfer", "kvframe-numba", "kvframe-triton"} == {
-        owner for owner, _ in asked
+        owner for owner, _ in version_needs
     }
-    assert extras == asked
+    assert extras == version_needs
 
 
 def test_registered_names_load_their_classes() -> None:
@@ -259,7 +259,7 @@ def test_the_table_of_packages_equals_their_registrations() -> None:
             provided |= {(kind, name): project["name"] for name in project.get("entry-points", {}).get(group, ())}
     packages = set(provided.values())
     for kind, catalogue in load_plugins().registry.catalogues.items():
-        provided |= {(kind, each.name): each.owner for each in catalogue.claims() if each.owner in packages}
+        provided |= {(kind, claim.name): claim.owner for claim in catalogue.claims() if claim.owner in packages}
     assert provided == PROVIDERS
 
 

@@ -103,7 +103,7 @@ def usable(site: FakeSite, *options: str) -> dict[str, Any]:
     claims = [(name.lower(), f"kvframe_four.backends:{name}") for name in ("Good", "Asks", "Bare", "Gone")]
     site.add("kvframe-four", "four", registers("backends", *claims), files={"backends": BACKENDS})
     names = run_json("plugins", "--json", *options)["names"]
-    return {each["name"]: each["problem"] for each in names if each["plugin"] == "kvframe-four:four"}
+    return {target["name"]: target["problem"] for target in names if target["plugin"] == "kvframe-four:four"}
 
 
 def test_a_class_that_is_not_there_is_said_to_be_missing(site: FakeSite) -> None:
@@ -119,8 +119,8 @@ def test_a_class_that_was_only_found_is_not_called_usable(site: FakeSite) -> Non
 
 
 def test_check_imports_each_class_and_asks_it(site: FakeSite) -> None:
-    found = usable(site, "--check")
-    assert "" == found["good"]
-    assert "backend 'kvframe-four:asks': unusable_reason() failed: SystemExit: no device" == found["asks"]
-    assert "declares capabilities = None, which is not Capabilities" in found["bare"]
-    assert "defines no 'Gone'" in found["gone"]
+    problems = usable(site, "--check")
+    assert "" == problems["good"]
+    assert "backend 'kvframe-four:asks': unusable_reason() failed: SystemExit: no device" == problems["asks"]
+    assert "declares capabilities = None, which is not Capabilities" in problems["bare"]
+    assert "defines no 'Gone'" in problems["gone"]

@@ -40,27 +40,27 @@ def test_the_core_plans_and_explains() -> None:
         f"main(['{command}', 'examples/layers/gemma_3_27b.json', '--json'], standalone_mode=False)"
         for command in ("plan", "explain")
     ]
-    done = run_without("\n".join(["from kvframe.cli import main", *calls]))
-    assert (0, "") == (done.returncode, done.stderr)
-    assert all(key in done.stdout for key in ('"groups"', '"reason"'))
+    process = run_without("\n".join(["from kvframe.cli import main", *calls]))
+    assert (0, "") == (process.returncode, process.stderr)
+    assert all(key in process.stdout for key in ('"groups"', '"reason"'))
 
 
 def test_the_kit_checks_a_backend() -> None:
-    done = run_without(
+    process = run_without(
         "import pkgutil, importlib, kvframe_testing as kit\n"
         "for module in pkgutil.iter_modules(kit.__path__): importlib.import_module('kvframe_testing.' + module.name)\n"
         "from kvframe.cli import main; main(['check', 'torch_reference', '--only', 'full-block=16-decode'])"
     )
-    assert "backend 'torch_reference' of kvframe: 1 of 1 checks passed" in done.stdout, done.stderr
+    assert "backend 'torch_reference' of kvframe: 1 of 1 checks passed" in process.stdout, process.stderr
 
 
 def test_a_model_adapter_is_not_checked() -> None:
-    done = run_without("from kvframe.cli import main; main(['check', 'transformers', '--model', 'any'])")
-    assert "is a part of kvframe-engine, which is not installed" in " ".join(done.stdout.split())
+    process = run_without("from kvframe.cli import main; main(['check', 'transformers', '--model', 'any'])")
+    assert "is a part of kvframe-engine, which is not installed" in " ".join(process.stdout.split())
 
 
 def test_a_failure_of_the_engine_itself_is_not_hidden() -> None:
     broken = "sys.meta_path.pop(0); sys.modules['numpy'] = None\nimport kvframe; kvframe.Engine"
-    done = run_without(broken)
-    assert "kvframe-engine, which is not installed" not in done.stderr
-    assert "numpy" in done.stderr
+    process = run_without(broken)
+    assert "kvframe-engine, which is not installed" not in process.stderr
+    assert "numpy" in process.stderr

@@ -200,12 +200,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Devic
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_model_is_counted_as_by_hand(name: str, published: Callable[[str], DevicePlan]) -> None:
-    one = published(name)
+    device_plan = published(name)
     (layer_file,) = LAYER_FILES.glob(f"{re.sub('[-.]', '_', name)}.*")
-    assert read(layer_file).weight_bytes == one.weight_bytes
+    assert read(layer_file).weight_bytes == device_plan.weight_bytes
     weights, token = HAND[name]
     for num_ranks in (1, 2, 8):
-        device = attrs.evolve(one, num_ranks=num_ranks)
+        device = attrs.evolve(device_plan, num_ranks=num_ranks)
         expected = weights(num_ranks)
         # Each weight that is divided is rounded up.
         assert expected <= device.weight_bytes < expected + 10_000
@@ -249,18 +249,18 @@ def llama(tmp_path: Path) -> Path:
 
 
 def test_the_command_decides(llama: Path) -> None:
-    shown = stdout_of("plan", llama, "--memory", "24GiB")
-    assert "  the device       24.00 GiB (25,769,803,776 bytes)\n" in shown
-    assert "  weights          14.96 GiB: 8,030,261,248 parameters in bfloat16\n" in shown
-    assert "  reserve          2.40 GiB for activations and the runtime (--reserve)\n" in shown
+    output = stdout_of("plan", llama, "--memory", "24GiB")
+    assert "  the device       24.00 GiB (25,769,803,776 bytes)\n" in output
+    assert "  weights          14.96 GiB: 8,030,261,248 parameters in bfloat16\n" in output
+    assert "  reserve          2.40 GiB for activations and the runtime (--reserve)\n" in output
     # A block of 16 tokens takes 2 MiB.
     left = 24 * GIB - 2 * 8_030_261_248 - 24 * GIB // 10
     longest = (left // 2**21 - 1) * 16
-    assert f"  longest request  {longest:,} of 131,072 tokens\n" in shown
-    assert f"What to change, one of\n  1  fewer tokens: --max-model-len {longest}\n" in shown
-    assert "  2  another format of the cache: [cache] format = 'int4_token_head'\n" in shown
-    assert "  3  more ranks: --tensor-parallel 2\n" in shown
-    assert f"a run gets this cache by --memory {left >> 20}MiB\n" in shown
+    assert f"  longest request  {longest:,} of 131,072 tokens\n" in output
+    assert f"What to change, one of\n  1  fewer tokens: --max-model-len {longest}\n" in output
+    assert "  2  another format of the cache: [cache] format = 'int4_token_head'\n" in output
+    assert "  3  more ranks: --tensor-parallel 2\n" in output
+    assert f"a run gets this cache by --memory {left >> 20}MiB\n" in output
     device = run_json("plan", LLAMA, "--memory", "24GiB", "--reserve", "1GiB", "--tensor-parallel", 2)["device"]
     assert (True, 131072, [], GIB) == (
         device["starts"],
@@ -362,10 +362,10 @@ def test_a_draft_model_is_counted_too(llama: Path, tmp_path: Path) -> None:
 def test_a_plan_of_ranks_says_that_a_package_divides_models(
     published: Callable[[str], DevicePlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = published("llama-3.1-8b")
+    device_plan = published("llama-3.1-8b")
     monkeypatch.setattr(ranks, "find_spec", lambda name: None)
-    assert [] == device_to_dict(attrs.evolve(one))["notes"]
-    (note,) = device_to_dict(attrs.evolve(one, num_ranks=2))["notes"]
+    assert [] == device_to_dict(attrs.evolve(device_plan))["notes"]
+    (note,) = device_to_dict(attrs.evolve(device_plan, num_ranks=2))["notes"]
     assert note.endswith("; pip install kvframe-transformers[ranks]")
 
 

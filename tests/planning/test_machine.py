@@ -100,8 +100,8 @@ def test_the_dtype_is_the_checkpoint_s_unless_a_cpu_would_lose_by_it(
 )
 def test_what_a_config_says(tmp_path: Path, folder: Path, entries: dict[str, Any], expected: str) -> None:
     config = json.loads((folder / "config.json").read_text())
-    written = {name: value for name, value in {**config, **entries}.items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(written))
+    config_entries = {name: value for name, value in {**config, **entries}.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config_entries))
     assert expected == dtype_of(tmp_path, runs_here=False)
 
 
@@ -136,10 +136,10 @@ def test_an_engine_runs_a_checkpoint_in_the_chosen_dtype(
     on_a_cpu_with(monkeypatch, *features)
     monkeypatch.setattr(stack_module, "has_gpu", lambda: False)
     left = Stack.from_mapping({"cache": {"memory": "4MiB"}})
-    named = attrs.evolve(left, model=attrs.evolve(left.model, device="cpu", dtype=dtype))
+    explicit = attrs.evolve(left, model=attrs.evolve(left.model, device="cpu", dtype=dtype))
     params = SamplingParams(max_new_tokens=6)
     tokens = []
-    for stack in (left, named):
+    for stack in (left, explicit):
         with Engine.from_pretrained(folder, stack=stack) as engine:
             assert ("cpu", dtype) == (engine.stack.model.device, engine.stack.model.dtype)
             tokens.append(engine.generate([[5, 9, 17, 3]], params)[0].token_ids)
@@ -188,7 +188,7 @@ def test_a_plan_is_for_the_dtype_of_the_checkpoint(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_features_of_a_cpu_are_names_that_torch_has() -> None:
-    known = getattr(torch.cpu, "get_capabilities", dict)()
-    if known.get("architecture") == "x86_64":
+    features = getattr(torch.cpu, "get_capabilities", dict)()
+    if features.get("architecture") == "x86_64":
         names = [name for names in recognise._CPU_FEATURES.values() for name in names if "avx" in name or "amx" in name]
-        assert set(names) <= set(known)
+        assert set(names) <= set(features)

@@ -35,10 +35,10 @@ GROUPING = group_layers([LayerSpec(name="a", spec=full())])
 
 
 def physical() -> int:
-    found = physical_bytes()
-    if found is None:
+    num_bytes = physical_bytes()
+    if num_bytes is None:
         pytest.skip("the operating system does not say how much memory there is")
-    return found
+    return num_bytes
 
 
 def physical_pages() -> int:
@@ -160,16 +160,16 @@ def test_whatever_grows_with_a_limit_is_refused(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"memory": 2**43}, r"the host has no \d+ bytes in all: \d+ for the cache, 0 for evicted blocks"),
         ({"host_memory": MAX_SIZE}, r"for the cache, \d+ for evicted blocks"),
         ({"max_num_seqs": MAX_WHOLE}, f"for the tokens of {MAX_WHOLE} requests of 512"),
     ],
 )
-def test_an_engine_beyond_the_machine_is_refused(options: Any, said: str, models: Any) -> None:
+def test_an_engine_beyond_the_machine_is_refused(options: Any, message: str, models: Any) -> None:
     llama: TinyModel = models("llama")
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         llama.engine(**options)
 
 

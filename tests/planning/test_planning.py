@@ -92,8 +92,8 @@ def test_one_group_has_slabs_of_one_page_and_wastes_nothing() -> None:
 
 def test_a_hybrid_of_27_billion_parameters_wastes_under_one_percent() -> None:
     window = ranged(block_size=16, num_kv_heads=16, window=1024)
-    whole = full(block_size=16, num_kv_heads=16)
-    layers = [layer(str(index), whole if index % 6 == 5 else window) for index in range(62)]
+    full_spec = full(block_size=16, num_kv_heads=16)
+    layers = [layer(str(index), full_spec if index % 6 == 5 else window) for index in range(62)]
     plan = plan_cache(group_layers(layers), memory_bytes=2**30, max_model_len=8192, max_num_batched_tokens=512)
     assert [52, 10] == [len(group.layers) for group in plan.groups]
     assert plan.waste_fraction < 0.01
@@ -101,8 +101,8 @@ def test_a_hybrid_of_27_billion_parameters_wastes_under_one_percent() -> None:
 
 
 def test_memory_that_is_too_short_for_a_slab_is_not_allocated() -> None:
-    window, whole = ranged(block_size=16, num_kv_heads=9, window=64), full(block_size=16, num_kv_heads=2)
-    grouping = group_layers([layer("a", window), layer("b", whole)])
+    window, full_spec = ranged(block_size=16, num_kv_heads=9, window=64), full(block_size=16, num_kv_heads=2)
+    grouping = group_layers([layer("a", window), layer("b", full_spec)])
 
     def planned(memory_bytes: int) -> KVCachePlan:
         return plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=4096, max_num_batched_tokens=64)
@@ -139,13 +139,13 @@ def test_auto_counts_copies_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, format=kv_format)
     layers = [layer("a", spec), layer("b", spec)]
     grouping = group_layers(layers)
-    whole = plan_for_stack(grouping, Stack(), 2**16)
-    assert 2**21 - whole.slab_bytes < whole.total_bytes <= 2**21
+    uncopied = plan_for_stack(grouping, Stack(), 2**16)
+    assert 2**21 - uncopied.slab_bytes < uncopied.total_bytes <= 2**21
     # Of two layers of int8 and scales, one is copied as float32, so all copies take almost twice the pages.
-    assert 1.7 * whole.total_bytes < copied_bytes(whole, grouping, layers) < 2 * whole.total_bytes
+    assert 1.7 * uncopied.total_bytes < copied_bytes(uncopied, grouping, layers) < 2 * uncopied.total_bytes
     plan = plan_for_stack(grouping, Stack(), 2**16, copied_layers=layers)
-    taken = plan.total_bytes + copied_bytes(plan, grouping, layers)
-    assert 0.98 * 2**21 < taken <= 2**21
+    total_bytes = plan.total_bytes + copied_bytes(plan, grouping, layers)
+    assert 0.98 * 2**21 < total_bytes <= 2**21
 
 
 def test_too_little_memory_says_how_much_is_needed() -> None:
@@ -172,12 +172,12 @@ def test_as_many_requests_as_planned_fit_at_once(shapes: list[tuple[int, int, in
     for group in plan.groups:
         assert group.pages_per_slab * group.page_bytes <= plan.slab_bytes
         assert group.page_bytes % plan.block_id_bytes == 0
-    most = plan.max_concurrency()
-    if most is not None:
+    max_requests = plan.max_concurrency()
+    if max_requests is not None:
         blocks = plan.peak_blocks(length)
-        assert plan.num_slabs_for(count * most for count in blocks) <= plan.num_slabs
-        assert plan.num_slabs_for(count * (most + 1) for count in blocks) > plan.num_slabs
-        assert plan.fits(length) == (most >= 1)
+        assert plan.num_slabs_for(count * max_requests for count in blocks) <= plan.num_slabs
+        assert plan.num_slabs_for(count * (max_requests + 1) for count in blocks) > plan.num_slabs
+        assert plan.fits(length) == (max_requests >= 1)
 
 
 def test_a_plan_says_what_requests_hold_while_they_generate() -> None:
@@ -185,12 +185,12 @@ def test_a_plan_says_what_requests_hold_while_they_generate() -> None:
     layers = [LayerSpec(name=str(index), spec=spec) for index, spec in enumerate(specs)]
     plan = plan_cache(group_layers(layers), memory_bytes=2**18, max_model_len=64, max_num_batched_tokens=16)
     assert ((7, 16), (3, 16)) == (plan.peak_blocks(64), plan.generating_blocks(64))
-    most = plan.max_generating()
-    assert most is not None
-    assert most > (plan.max_concurrency() or 0)
-    held = ((most - 1) * 3 + 7, most * 16)
-    assert plan.num_slabs_for(held) <= plan.num_slabs < plan.num_slabs_for((held[0] + 3, held[1] + 16))
-    assert {"max_generating": most, "shortest_prefix": 4}.items() <= plan.to_dict().items()
+    max_requests = plan.max_generating()
+    assert max_requests is not None
+    assert max_requests > (plan.max_concurrency() or 0)
+    counts = ((max_requests - 1) * 3 + 7, max_requests * 16)
+    assert plan.num_slabs_for(counts) <= plan.num_slabs < plan.num_slabs_for((counts[0] + 3, counts[1] + 16))
+    assert {"max_generating": max_requests, "shortest_prefix": 4}.items() <= plan.to_dict().items()
     assert [3, 16] == [group["generating_blocks"] for group in plan.to_dict()["groups"]]
 
 

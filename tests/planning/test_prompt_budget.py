@@ -131,7 +131,7 @@ def test_an_entry_without_a_live_token_is_empty_in_a_choice(monkeypatch: pytest.
     grouping = group_layers(layers)
     plan = plan_cache(grouping, memory_bytes=1 << 20, max_model_len=16, max_num_batched_tokens=16)
     views = KVCacheStorage(plan, grouping, torch.device("cpu")).views
-    blocks = [[1, 2] if layer == "a" else [0, 3] for each in grouping.groups for layer in each.layers[:1]]
+    blocks = [[1, 2] if layer == "a" else [0, 3] for group in grouping.groups for layer in group.layers[:1]]
     KeptTokens(layers, grouping, views)(8, blocks, {grouping.group_of("a").index: [4, 5]})
     assert [(0, 4, 8)] == shapes
 

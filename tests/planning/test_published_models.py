@@ -113,13 +113,14 @@ def test_a_layer_file_equals_the_layers_of_the_published_config(file: str, tmp_p
     config = getattr(transformers, f"{name}Config")(**options)
     config.architectures = [f"{MODELS.get(name, name)}For{HEADS.get(name, 'CausalLM')}"]
     config.save_pretrained(tmp_path)
-    expected, found = describe_model(tmp_path / "config.json", registry), read_layer_file(LAYER_FILES / file)
+    expected, layer_file = describe_model(tmp_path / "config.json", registry), read_layer_file(LAYER_FILES / file)
     # Gemma 3's layer file has no query sides, because planning does not need them.
     expected_layers, found_layers = (
-        kinds_of_layers(each, registry, with_query=file != "gemma_3_27b.json") for each in (expected, found)
+        kinds_of_layers(description, registry, with_query=file != "gemma_3_27b.json")
+        for description in (expected, layer_file)
     )
     assert expected_layers == found_layers
-    assert (expected.max_model_len, expected.max_input_lens) == (found.max_model_len, found.max_input_lens)
+    assert (expected.max_model_len, expected.max_input_lens) == (layer_file.max_model_len, layer_file.max_input_lens)
 
 
 @pytest.mark.parametrize("file", PUBLISHED)

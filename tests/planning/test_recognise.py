@@ -58,10 +58,10 @@ def found(adapter: Noting, model: Any = None) -> FoundAdapter:
 def test_a_whole_model_is_asked_for_only_where_one_process_runs_it(
     adapter: type[Noting], whole: bool, method: str
 ) -> None:
-    made = adapter()
-    model = found(made).load(Path("here"), device="meta", dtype="bfloat16", whole=whole)
-    assert made.returned is model
-    assert [(method, Path("here"), "meta", "bfloat16")] == made.asked
+    noting = adapter()
+    model = found(noting).load(Path("here"), device="meta", dtype="bfloat16", whole=whole)
+    assert noting.returned is model
+    assert [(method, Path("here"), "meta", "bfloat16")] == noting.asked
 
 
 def test_an_adapter_that_returns_no_model_is_told_by_which_method() -> None:

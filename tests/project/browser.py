@@ -38,8 +38,8 @@ class Browser:
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
-        wanted = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[wanted])
+        colour_scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[colour_scheme])
         self._call("Page.navigate", url=page.as_uri())
         while json.loads(self.connection.recv(timeout=60)).get("method") != "Page.loadEventFired":
             pass

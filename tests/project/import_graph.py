@@ -127,7 +127,7 @@ def main() -> None:
     levels = levels_of(graph)
     for unit in (unit for level in levels for unit in level):
         print(f"{unit:12} {len(lines[unit]):3} files {sum(lines[unit]):6,} lines  {' '.join(sorted(graph[unit]))}")
-    core = sum(sum(each) for each in lines.values())
+    core = sum(sum(unit_lines) for unit_lines in lines.values())
     print(f"the core has {core:,} lines, the engine {len(engine)} files and {sum(engine):,} lines")
     num_arrows = sum(map(len, graph.values()))
     print(f"{len(graph)} packages and modules, {len(levels)} levels, {num_arrows} arrows between them")

@@ -44,14 +44,16 @@ def completed(folder: Path) -> str:
     """Return the pyproject.toml of a distribution as it should be."""
     core = project_of(ROOT)
     values = {key: core[key] for key in SAME}
-    values["classifiers"] = [system_of(folder) if each.startswith(SYSTEM) else each for each in core["classifiers"]]
+    values["classifiers"] = [
+        system_of(folder) if classifier.startswith(SYSTEM) else classifier for classifier in core["classifiers"]
+    ]
     text = with_sibling_ranges((folder / "pyproject.toml").read_text(encoding="utf-8"), core["version"])
     head, _, rest = text.partition("\n[project]\n")
     table, _, others = rest.partition("\n[")
     for key in SAME:
         table = re.sub(rf"^{key} = (\[\n(?:    .*\n)+\]|.*)\n", "", table, flags=re.MULTILINE)
     same = "".join(f"{key} = {as_toml(value)}\n" for key, value in values.items())
-    table = re.sub(r"^readme = .*\n", lambda found: found[0] + same, table, flags=re.MULTILINE)
+    table = re.sub(r"^readme = .*\n", lambda match: match[0] + same, table, flags=re.MULTILINE)
     others = re.sub(r"^project\.urls\]\n(.+\n)+\n\[", "", others)
     urls = "".join(f'{name} = "{url}"\n' for name, url in core["urls"].items())
     return f"{head}\n[project]\n{table}\n[project.urls]\n{urls}\n[{others}"
@@ -66,9 +68,9 @@ def with_sibling_ranges(text: str, version: str) -> str:
 def as_toml(value: Any) -> str:
     """Return a string, a table of strings or a list of these as TOML; several strings have a line each."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {as_toml(each)}" for key, each in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {as_toml(member)}" for key, member in value.items()) + " }"
     if isinstance(value, list):
-        items = [as_toml(each) for each in value]
+        items = [as_toml(member) for member in value]
         return f"[{items[0]}]" if len(items) == 1 else "[\n" + "".join(f"    {item},\n" for item in items) + "]"
     return f'"{value}"'
 

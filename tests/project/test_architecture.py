@@ -147,18 +147,18 @@ def imported_modules(path: Path, *, at_type_checking: bool) -> frozenset[str]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    found = set()
+    modules = set()
     for node in ast.walk(tree):
         if (id(node) in for_types) is not at_type_checking:
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             submodules = {f"{node.module}.{alias.name}" for alias in node.names}
             are_modules = {name for name in submodules if name.removeprefix("kvframe.") in core_files()}
-            found |= are_modules or {str(node.module)}
-    return frozenset(found)
+            modules |= are_modules or {str(node.module)}
+    return frozenset(modules)
 
 
 def all_imports(path: Path) -> frozenset[str]:
@@ -166,8 +166,8 @@ def all_imports(path: Path) -> frozenset[str]:
 
 
 def core_imports(path: Path, *, at_type_checking: bool = False) -> set[str]:
-    found = imported_modules(path, at_type_checking=at_type_checking)
-    return {name.removeprefix("kvframe").removeprefix(".") for name in found if name.split(".")[0] == "kvframe"}
+    modules = imported_modules(path, at_type_checking=at_type_checking)
+    return {name.removeprefix("kvframe").removeprefix(".") for name in modules if name.split(".")[0] == "kvframe"}
 
 
 def private_imports(path: Path) -> set[str]:
@@ -193,8 +193,8 @@ FLOW_FILES = {name: path for name, path in core_files().items() if in_flow(name)
 def engine_imports(path: Path) -> set[str]:
     """Return the modules of the engine that one of its files imports, at run time or for type checking."""
     imported = all_imports(path)
-    found = {name for name in imported if name.split(".")[0] == "kvframe_engine"}
-    return {name.removeprefix("kvframe_engine").removeprefix(".") for name in found}
+    modules = {name for name in imported if name.split(".")[0] == "kvframe_engine"}
+    return {name.removeprefix("kvframe_engine").removeprefix(".") for name in modules}
 
 
 def engine_stage_of(module: str) -> int:
@@ -216,7 +216,7 @@ def test_no_two_modules_of_the_engine_import_each_other() -> None:
 
 
 def test_the_engine_uses_few_names_of_the_core() -> None:
-    used = {
+    names_of_core = {
         alias.name
         for module, path in engine_files().items()
         if not module.startswith("commands")
@@ -226,17 +226,17 @@ def test_the_engine_uses_few_names_of_the_core() -> None:
     }
     page = (ROOT / "docs" / "write_a_host.md").read_text(encoding="utf-8").partition("## The names")[2]
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    assert sorted(used) == sorted(name for row in rows for name in re.findall(r"`(\w+)`", row))
-    assert len(used) <= MAX_NAMES_OF_A_HOST
+    assert sorted(names_of_core) == sorted(name for row in rows for name in re.findall(r"`(\w+)`", row))
+    assert len(names_of_core) <= MAX_NAMES_OF_A_HOST
 
 
 def later_imports(*, at_type_checking: bool) -> dict[str, set[str]]:
     """Return the imports of later stages, for each module that has any."""
-    found = {}
+    later_by_module = {}
     for module, path in FLOW_FILES.items():
         imported = {name for name in core_imports(path, at_type_checking=at_type_checking) if in_flow(name)}
-        found[module] = {name for name in imported if stage_of(name) > stage_of(module)}
-    return {module: later for module, later in found.items() if later}
+        later_by_module[module] = {name for name in imported if stage_of(name) > stage_of(module)}
+    return {module: later for module, later in later_by_module.items() if later}
 
 
 def test_a_stage_imports_no_later_one() -> None:
@@ -257,9 +257,11 @@ def test_no_two_modules_import_each_other() -> None:
 
 def test_the_cache_names_its_files_in_the_order_of_the_flow() -> None:
     graph = {name: core_imports(path) for name, path in core_files().items() if name.startswith("cache.")}
-    named = [f"cache.{name}" for name in re.findall(r"``(\w+)``", kvframe.cache.__doc__ or "")]
-    assert sorted(graph) == sorted(named)
-    later = {name: [other for other in graph[name] if other in named[place:]] for place, name in enumerate(named)}
+    documented = [f"cache.{name}" for name in re.findall(r"``(\w+)``", kvframe.cache.__doc__ or "")]
+    assert sorted(graph) == sorted(documented)
+    later = {
+        name: [other for other in graph[name] if other in documented[place:]] for place, name in enumerate(documented)
+    }
     assert {} == {name: others for name, others in later.items() if others}
 
 
@@ -315,7 +317,9 @@ def is_promised_to(folder: str, module: str) -> bool:
     promised = CONTRACT_OF_A_PLUGIN.fullmatch(module)
     text = (ROOT / "plugins" / folder / "pyproject.toml").read_text(encoding="utf-8")
     required = tomllib.loads(text)["project"].get("dependencies", [])
-    return promised is not None and any(each.startswith(f"{promised[1].replace('_', '-')}>") for each in required)
+    return promised is not None and any(
+        requirement.startswith(f"{promised[1].replace('_', '-')}>") for requirement in required
+    )
 
 
 def test_the_contract_of_a_distribution_is_for_plugins_that_require_it() -> None:
@@ -331,17 +335,17 @@ def test_every_plugin_here_states_a_version_of_the_contract_that_there_is() -> N
         entry_points = tomllib.loads(path.read_text(encoding="utf-8"))["project"].get("entry-points", {})
         stated = entry_points.get("kvframe.v1.api", {})
         assert stated.keys() == entry_points.get("kvframe.v1", {}).keys(), path
-        assert set(stated.values()) <= {f"v{major}_{each}" for each in range(int(minor) + 1)}, path
+        assert set(stated.values()) <= {f"v{major}_{minor_version}" for minor_version in range(int(minor) + 1)}, path
 
 
 def manifests() -> dict[str, str]:
     """Return each plugin folder's manifest module, as its pyproject.toml states it; the engine has none."""
-    found = {}
+    modules = {}
     for path in sorted((ROOT / "plugins").glob("*/pyproject.toml")):
         entry_points = tomllib.loads(path.read_text(encoding="utf-8"))["project"].get("entry-points", {})
         for module in entry_points.get("kvframe.v1", {}).values():
-            found[path.parent.name] = module
-    return found
+            modules[path.parent.name] = module
+    return modules
 
 
 @pytest.mark.parametrize("plugin", manifests())
@@ -376,10 +380,10 @@ def test_the_public_modules_are_documented() -> None:
 
 def shown_modules(document: Path) -> set[str]:
     """Return the modules of the core that a document's code imports from."""
-    found = re.findall(
+    modules = re.findall(
         r"^(?:from|import) (kvframe(?:\.\w+)*)", document.read_text(encoding="utf-8"), flags=re.MULTILINE
     )
-    return set(found)
+    return set(modules)
 
 
 DOCUMENTS = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if shown_modules(path)]
@@ -392,7 +396,7 @@ def test_the_documents_show_public_modules_only(document: Path) -> None:
 
 def test_the_documents_show_imports() -> None:
     assert {"README.md", "serving.md", "embedding_the_manager.md", "write_a_spec.md"} <= {
-        each.name for each in DOCUMENTS
+        document.name for document in DOCUMENTS
     }
 
 
@@ -412,17 +416,17 @@ CLOCKS = re.compile(
 
 def clocks_read(source: str) -> list[str]:
     """Return the calls of a test that read a clock or depend on one."""
-    found = []
+    calls = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if alias.name.split(".")[0] in CLOCK_MODULES]
+            calls += [alias.name for alias in node.names if alias.name.split(".")[0] in CLOCK_MODULES]
         elif isinstance(node, ast.ImportFrom):
-            found += [f"{node.module}.{each.name}" for each in node.names if node.module in CLOCK_MODULES]
+            calls += [f"{node.module}.{alias.name}" for alias in node.names if node.module in CLOCK_MODULES]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and CLOCKS.fullmatch(node.func.attr):
-            found.append(ast.unparse(node.func))
+            calls.append(ast.unparse(node.func))
         elif isinstance(node, ast.keyword) and node.arg == "deadline" and ast.unparse(node.value) != "None":
-            found.append(f"deadline={ast.unparse(node.value)}")
-    return found
+            calls.append(f"deadline={ast.unparse(node.value)}")
+    return calls
 
 
 def test_a_clock_is_seen_however_it_is_read() -> None:
@@ -490,13 +494,15 @@ def test_the_core_never_asks_for_the_type_of_a_plugins_object() -> None:
 # A backend for CPUs has torch's name of the device. The stack's key cache.disk means the page store of this name.
 # `kvframe doctor` asks if the library torch is installed, whose name a backend has.
 def test_the_core_holds_no_registered_name() -> None:
-    found = {module: constants(module) & ({*REGISTERED} - {"cpu", "disk", "zmq"}) for module in CHECKED}
-    assert {"cli.doctor": {"torch"}} == {module: held for module, held in found.items() if held}
+    names_by_module = {module: constants(module) & ({*REGISTERED} - {"cpu", "disk", "zmq"}) for module in CHECKED}
+    assert {"cli.doctor": {"torch"}} == {
+        module: names_of_module for module, names_of_module in names_by_module.items() if names_of_module
+    }
 
 
 def test_the_core_names_no_registered_type() -> None:
-    found = {module: names(module) & {*REGISTERED.values()} for module in CHECKED}
-    assert {} == {module: named for module, named in found.items() if named}
+    names_by_module = {module: names(module) & {*REGISTERED.values()} for module in CHECKED}
+    assert {} == {module: names_of_module for module, names_of_module in names_by_module.items() if names_of_module}
 
 
 def test_built_in_names_have_the_core_as_their_owner() -> None:
@@ -521,9 +527,9 @@ print(json.dumps(first))
 def first_to_import(modules: list[str]) -> dict[str, str]:
     """Import ``modules`` in order in a fresh interpreter; return the importer of each heavy package."""
     command = [sys.executable, "-W", "error", "-c", _IMPORT_EACH, json.dumps(modules)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    loaded: dict[str, str] = json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    loaded: dict[str, str] = json.loads(process.stdout)
     return loaded
 
 
@@ -548,10 +554,10 @@ for path in sys.argv[1:]:
 def test_layer_files_are_planned_and_a_cache_is_managed_without_torch_installed() -> None:
     files = [str(path) for path in sorted((ROOT / "examples" / "layers").iterdir())]
     command = [sys.executable, "-c", _WITHOUT_TORCH, *files]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert 0 == done.returncode, done.stderr
-    assert len(files) == done.stdout.count("Requests that fit at once") >= 10
-    assert "tokens are pinned" in done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert 0 == process.returncode, process.stderr
+    assert len(files) == process.stdout.count("Requests that fit at once") >= 10
+    assert "tokens are pinned" in process.stdout
 
 
 def test_planning_and_the_command_line_load_no_torch() -> None:
@@ -580,8 +586,8 @@ for names in (registry.specs, registry.formats, registry.eviction_policies):
     assert all(map(names.load, names.names()))
 print({"torch", "transformers", "cattrs", "rich"} & {*sys.modules})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout == "set()\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert process.stdout == "set()\n"
 
 
 @pytest.mark.parametrize("plugin", manifests())
@@ -598,13 +604,13 @@ def test_a_plugin_is_found_by_its_entry_points_and_loads(plugin: str) -> None:
 
 def public_names() -> list[tuple[str, str, str]]:
     """Return each name that the stubs list: the package, the module that defines it, and the name."""
-    found = []
+    stub_names = []
     for package in ("kvframe", "kvframe.contract"):
         stub = ROOT.joinpath(*package.split("."), "__init__.pyi").read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(stub)):
             if isinstance(node, ast.ImportFrom):
-                found += [(package, f"{package}.{node.module}", alias.name) for alias in node.names]
-    return found
+                stub_names += [(package, f"{package}.{node.module}", alias.name) for alias in node.names]
+    return stub_names
 
 
 def test_the_stubs_list_each_public_name_once() -> None:

@@ -70,8 +70,8 @@ def read(document: str) -> str:
 
 
 def blocks(document: str, language: str) -> list[Block]:
-    found = re.findall(r"^```(\w+)\n(.*?)^```$", read(document), flags=re.MULTILINE | re.DOTALL)
-    return [Block(*each) for each in found if each[0] == language]
+    matches = re.findall(r"^```(\w+)\n(.*?)^```$", read(document), flags=re.MULTILINE | re.DOTALL)
+    return [Block(*fence) for fence in matches if fence[0] == language]
 
 
 def table(document: str, heading: str) -> list[list[str]]:
@@ -168,7 +168,7 @@ def test_python_blocks_run_in_order(
     workplace(document)
     if samples:
         make_cases, sample_runs = grid.make_cases, kit_runs.sample_runs
-        monkeypatch.setattr(grid, "make_cases", lambda *given, **named: sample(make_cases(*given, **named)))
+        monkeypatch.setattr(grid, "make_cases", lambda *arguments, **options: sample(make_cases(*arguments, **options)))
         monkeypatch.setattr(kit_runs, "sample_runs", lambda runs: sample_runs(runs, ["kind"]))
     namespace: dict[str, object] = {"__name__": "__main__"}
     for text in code(document):
@@ -185,14 +185,14 @@ def commands(document: str) -> list[list[tuple[str, str]]]:
     of_blocks = []
     for block in blocks(document, "console"):
         parts = (part.partition("\n") for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:])
-        of_blocks.append([(command, shown) for command, _, shown in parts])
+        of_blocks.append([(command, example) for command, _, example in parts])
     return of_blocks
 
 
-def is_as_shown(output: str, shown: str) -> bool:
+def is_as_shown(output: str, example: str) -> bool:
     """Return whether a command printed what a document shows; "…" stands for anything, such as other plugins."""
-    expected = ".*".join(re.escape(part) for part in shown.rstrip().split("…"))
-    return not shown or re.fullmatch(expected, output.rstrip(), re.DOTALL) is not None
+    expected = ".*".join(re.escape(part) for part in example.rstrip().split("…"))
+    return not example or re.fullmatch(expected, output.rstrip(), re.DOTALL) is not None
 
 
 @pytest.mark.parametrize(
@@ -208,12 +208,12 @@ def test_commands_of_a_block_run_in_order_and_print_the_shown_output(
     document: str, block: int, workplace: Callable[[str], None]
 ) -> None:
     workplace(document)
-    for command, shown in commands(document)[block]:
+    for command, example in commands(document)[block]:
         program, *arguments = shlex.split(command)
         assert program == "kvframe"
         result = run(*arguments)
-        assert result.exit_code == (2 if shown.startswith("kvframe: error: ") else 0), result.output
-        assert is_as_shown(result.output, shown), result.output
+        assert result.exit_code == (2 if example.startswith("kvframe: error: ") else 0), result.output
+        assert is_as_shown(result.output, example), result.output
 
 
 FEW = """
@@ -253,8 +253,8 @@ def steps(document: str) -> Iterator[Block | tuple[str, str]]:
         if language != "console":
             yield Block(language, text)
         for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:] if language == "console" else ():
-            command, _, shown = part.partition("\n")
-            yield command, shown
+            command, _, example = part.partition("\n")
+            yield command, example
 
 
 @pytest.mark.parametrize("document", TUTORIALS)
@@ -273,7 +273,7 @@ def test_a_tutorial_runs_from_an_empty_folder_as_written(
                 (tmp_path / step.file).parent.mkdir(parents=True, exist_ok=True)
                 (tmp_path / step.file).write_text(step.text, encoding="utf-8")
                 continue
-            command, shown = step
+            command, example = step
             command = command.replace("8000", port)
             if command == "kill %1":
                 started[0].terminate()
@@ -282,15 +282,15 @@ def test_a_tutorial_runs_from_an_empty_folder_as_written(
                 run = f"exec {command.removesuffix(' &').replace('kvframe', 'served', 1)}"
                 started.append(subprocess.Popen(["bash", "-c", run], cwd=tmp_path, env=environment, text=True))
             else:
-                done = subprocess.run(
+                process = subprocess.run(
                     ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
                 )
-                assert 0 == done.returncode, f"$ {command}\n{done.stdout}{done.stderr}"
-                assert is_as_shown(done.stdout, shown), f"$ {command}\n{done.stdout}{done.stderr}"
+                assert 0 == process.returncode, f"$ {command}\n{process.stdout}{process.stderr}"
+                assert is_as_shown(process.stdout, example), f"$ {command}\n{process.stdout}{process.stderr}"
     finally:
-        for each in started:
-            each.kill()
-            each.wait()
+        for server in started:
+            server.kill()
+            server.wait()
 
 
 def test_the_packaged_plugin_loads(workplace: Callable[[str], None]) -> None:
@@ -316,8 +316,8 @@ def test_the_stack_shown_is_valid(block: Block) -> None:
 
 def make_targets(document: str) -> set[str]:
     """Return the targets of make that a document names."""
-    shown = set(re.findall(r"^make (\w+)", "".join(block.text for block in blocks(document, "sh")), re.MULTILINE))
-    return shown | set(re.findall(r"`make (\w+)`", read(document)))
+    targets = set(re.findall(r"^make (\w+)", "".join(block.text for block in blocks(document, "sh")), re.MULTILINE))
+    return targets | set(re.findall(r"`make (\w+)`", read(document)))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -362,25 +362,25 @@ def test_the_map_of_the_core_names_every_package() -> None:
 
 
 def test_the_list_of_examples_is_complete() -> None:
-    listed = set(re.findall(r"^\| `([^`]+)`", read("examples/README.md"), re.MULTILINE))
+    entries_of_table = set(re.findall(r"^\| `([^`]+)`", read("examples/README.md"), re.MULTILINE))
     entries = {path.name + "/" * path.is_dir() for path in (ROOT / "examples").iterdir() if path.name != "README.md"}
-    assert {name for name in entries if name != "__pycache__/"} == listed
+    assert {name for name in entries if name != "__pycache__/"} == entries_of_table
 
 
 def test_the_plugin_table_lists_every_plugin_with_its_distribution() -> None:
-    listed = {quoted(row[0])[0]: quoted(row[1])[0] for row in table("docs/plugins.md", "The plugins here")}
+    distributions = {quoted(row[0])[0]: quoted(row[1])[0] for row in table("docs/plugins.md", "The plugins here")}
     projects = {path: tomllib.loads((path / "pyproject.toml").read_text(encoding="utf-8")) for path in PLUGINS}
-    assert {f"plugins/{path.name}": project["project"]["name"] for path, project in projects.items()} == listed
+    assert {f"plugins/{path.name}": project["project"]["name"] for path, project in projects.items()} == distributions
 
 
 def test_the_plugin_table_names_everything_that_is_registered() -> None:
-    listed = {quoted(row[1])[0]: set(quoted(row[2])) for row in table("docs/plugins.md", "The plugins here")}
+    names_of_plugins = {quoted(row[1])[0]: set(quoted(row[2])) for row in table("docs/plugins.md", "The plugins here")}
     registered: dict[str, set[str]] = {}
     for catalogue in load_plugins().registry.catalogues.values():
         for entry in catalogue.claims():
             registered.setdefault(entry.owner, set()).add(entry.name)
     built_in = registered.pop("kvframe")
-    assert {owner: registered.get(owner, set()) for owner in listed} == listed
+    assert {owner: registered.get(owner, set()) for owner in names_of_plugins} == names_of_plugins
     assert built_in == set(quoted(re.findall(r"^Built in, .*$", read("docs/plugins.md"), re.MULTILINE)[0]))
 
 
@@ -396,15 +396,17 @@ def test_every_plugin_is_installed_and_type_checked_in_the_workspace(plugin: Pat
 def test_an_extra_of_the_core_installs_each_plugin(plugin: Path) -> None:
     project = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
-    (wanted,) = extras[project["name"].removeprefix("kvframe-")]
-    assert project["name"] == re.split(r"\[|>=", wanted)[0]
+    (requirement,) = extras[project["name"].removeprefix("kvframe-")]
+    assert project["name"] == re.split(r"\[|>=", requirement)[0]
 
 
 def test_every_package_takes_the_same_versions_of_torch() -> None:
     """``plugins/COMPATIBILITY.md`` has the oldest of them, and the pinned one."""
     packages = [ROOT, ROOT / "kernels", *PLUGINS]
     texts = [(folder / "pyproject.toml").read_text(encoding="utf-8") for folder in packages]
-    assert {"torch>=2.11,<3"} == {found for text in texts for found in re.findall(r'"(torch[<>=][^"]*)"', text)}
+    assert {"torch>=2.11,<3"} == {
+        requirement for text in texts for requirement in re.findall(r'"(torch[<>=][^"]*)"', text)
+    }
 
 
 def test_one_extra_serves_ordinary_models() -> None:
@@ -415,7 +417,7 @@ def test_one_extra_serves_ordinary_models() -> None:
     for name in registry.specs.names():
         wrappers = registry.specs.get(name).load().default_wrappers
         owners |= {registry.wrappers.get(wrapper).owner for wrapper in wrappers}
-    wanted = {
+    distributions = {
         *owners,
         "kvframe-engine",
         "kvframe-transformers",
@@ -426,7 +428,9 @@ def test_one_extra_serves_ordinary_models() -> None:
         "kvframe-guided",
     }
     extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
-    assert sorted(wanted - {"kvframe"}) == [re.split(r"\[|>=", each)[0] for each in extras["models"]]
+    assert sorted(distributions - {"kvframe"}) == [
+        re.split(r"\[|>=", requirement)[0] for requirement in extras["models"]
+    ]
 
 
 def test_the_hook_table_lists_every_hook_in_order() -> None:
@@ -475,10 +479,10 @@ def test_the_page_of_metrics_has_every_metric_and_its_labels(demo_model: Path) -
 
 
 def test_the_drawings_are_those_of_todays_specs_and_slabs() -> None:
-    drawn = runpy.run_path(str(ROOT / "docs" / "drawings.py"))["draw_all"]()
-    assert {path.name for path in (ROOT / "docs").glob("*.svg")} == {*drawn}
+    pictures = runpy.run_path(str(ROOT / "docs" / "drawings.py"))["draw_all"]()
+    assert {path.name for path in (ROOT / "docs").glob("*.svg")} == {*pictures}
     pages = read("docs/design.md") + read("docs/attention_that_chooses.md")
-    for name, picture in drawn.items():
+    for name, picture in pictures.items():
         assert read(f"docs/{name}") == picture, "run python docs/drawings.py"
         assert f"]({name})" in pages
 
@@ -511,14 +515,14 @@ def test_the_readmes_first_commands_install_what_is_here_and_plan(workplace: Cal
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_the_extras_that_are_named_exist(document: str) -> None:
     extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
-    named = {extra for found in re.findall(r"\bkvframe\[([\w,-]+)\]", read(document)) for extra in found.split(",")}
-    assert named <= {*extras}
+    mentions = {extra for names in re.findall(r"\bkvframe\[([\w,-]+)\]", read(document)) for extra in names.split(",")}
+    assert mentions <= {*extras}
 
 
 def test_the_list_of_pages_is_complete_and_numbered() -> None:
     lines = re.findall(r"^(\d+)\. (.*?\)): ", read("docs/README.md"), re.MULTILINE)
-    listed = [page for _, links in lines for page in re.findall(r"\]\(([\w-]+\.md)\)", links)]
-    assert sorted(listed) == PAGES
+    pages = [page for _, links in lines for page in re.findall(r"\]\(([\w-]+\.md)\)", links)]
+    assert sorted(pages) == PAGES
     assert list(range(1, len(lines) + 1)) == [int(number) for number, _ in lines]
 
 
@@ -561,15 +565,15 @@ def test_the_files_and_the_values_of_a_step_are_those_that_run() -> None:
 def test_the_files_that_build_metadata_use_only_later_ones() -> None:
     files = [quoted(row[0])[0] for row in table("docs/a_step.md", "How a layer's metadata is built")]
     for index, file in enumerate(files):
-        used = re.findall(
+        modules = re.findall(
             r"^from kvframe\.attention\.(\w+) import", read(f"kvframe/attention/{file}"), flags=re.MULTILINE
         )
-        assert not {f"{module}.py" for module in used} & set(files[: index + 1]), file
+        assert not {f"{module}.py" for module in modules} & set(files[: index + 1]), file
 
 
-@pytest.mark.parametrize(("document", "most"), [("README.md", 200), ("CONTRIBUTING.md", 105), ("CHANGELOG.md", 50)])
-def test_the_first_documents_are_short(document: str, most: int) -> None:
-    assert len(read(document).splitlines()) <= most
+@pytest.mark.parametrize(("document", "limit"), [("README.md", 200), ("CONTRIBUTING.md", 105), ("CHANGELOG.md", 50)])
+def test_the_first_documents_are_short(document: str, limit: int) -> None:
+    assert len(read(document).splitlines()) <= limit
 
 
 def test_the_readme_says_how_fast_kernels_are_on_a_gpu_as_recorded() -> None:
@@ -579,7 +583,7 @@ def test_the_readme_says_how_fast_kernels_are_on_a_gpu_as_recorded() -> None:
         """Return the lowest and the highest rate of the Triton kernels over that of the fastest other system."""
         rates = []
         for key, case in cases.items():
-            times = {name: each["seconds"] for name, each in case["measured"].items() if each["seconds"]}
+            times = {name: record["seconds"] for name, record in case["measured"].items() if record["seconds"]}
             rivals = [seconds for name, seconds in times.items() if name in others]
             if key.split(":")[0] in kinds and rivals and "triton" in times:
                 rates.append(min(rivals) / times["triton"])
@@ -595,8 +599,8 @@ def test_the_readme_says_what_prefill_skipping_saves_as_recorded() -> None:
     shares = re.findall(
         r"^\| whole prefill, time .* (\d\.\d+) \|$", read("benchmarks/results/skipping.md"), re.MULTILINE
     )
-    least, most = sorted(map(float, shares))
-    assert f"[{least:.2f} to {most:.2f} of the time](benchmarks/results/skipping.md)" in read("README.md")
+    least, greatest = sorted(map(float, shares))
+    assert f"[{least:.2f} to {greatest:.2f} of the time](benchmarks/results/skipping.md)" in read("README.md")
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -607,8 +611,8 @@ def test_every_hook_is_documented(hook: str) -> None:
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_is_implemented_in_a_test(hook: str) -> None:
     others = [path for path in ROOT.glob("tests/**/*.py") if path != Path(__file__)]
-    made = rf"def {hook}\(|\bplugin\([^\n]*\b{hook.removeprefix('kvframe_register_')}="
-    assert [path.name for path in others if re.search(made, path.read_text(encoding="utf-8"))]
+    pattern = rf"def {hook}\(|\bplugin\([^\n]*\b{hook.removeprefix('kvframe_register_')}="
+    assert [path.name for path in others if re.search(pattern, path.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run(name: str, *arguments: str) -> str:
-    done = run_program(str(EXAMPLES / name), *arguments, executable=python_in_forks())
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = run_program(str(EXAMPLES / name), *arguments, executable=python_in_forks())
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.fixture
@@ -78,9 +78,12 @@ def test_a_type_that_defines_its_attention_equals_its_definition(
     monkeypatch.syspath_prepend(str(EXAMPLES / "by_content"))
     lines = run_here(f"by_content/{name}.py").splitlines()
     layer = "model.layers.0.self_attn"
-    held = (f"{layer}: at most {most_blocks[0]} blocks held", f"{layer}/{entry}: at most {most_blocks[1]} blocks held")
+    held_lines = (
+        f"{layer}: at most {most_blocks[0]} blocks held",
+        f"{layer}/{entry}: at most {most_blocks[1]} blocks held",
+    )
     assert [
-        *held,
+        *held_lines,
         "prefix cache: 128 of 216 prompt tokens",
         "other tokens than full attention: True",
         "tokens equal to the dense definition: 3 of 3 requests",
@@ -146,8 +149,8 @@ def test_texts_are_embedded_as_transformers_does(run_here: Callable[[str], str])
 
 
 def test_a_missing_model_is_one_sentence() -> None:
-    done = run_program(str(EXAMPLES / "run_a_model.py"), "nowhere")
-    assert (1, "error: there is no file or folder nowhere\n") == (done.returncode, done.stderr)
+    process = run_program(str(EXAMPLES / "run_a_model.py"), "nowhere")
+    assert (1, "error: there is no file or folder nowhere\n") == (process.returncode, process.stderr)
 
 
 def test_a_new_attention_type_equals_its_dense_reference(run_here: Callable[[str], str]) -> None:

@@ -28,17 +28,17 @@ def commands(workflow: dict[str, Any]) -> list[str]:
 
 
 def test_there_is_a_workflow_for_each_occasion() -> None:
-    found = {path.stem: " ".join(commands(read(path))) for path in WORKFLOWS}
-    wanted = {
+    workflows = {path.stem: " ".join(commands(read(path))) for path in WORKFLOWS}
+    expected = {
         "ci": "make test",
         "docs": "make docs",
         "newest_releases": "make compat",
         "nightly": "make whole make dist",
         "release": "make dist make wheels",
     }
-    assert wanted.keys() == found.keys()
-    for name, text in wanted.items():
-        assert all(f"make {target}" in found[name] for target in text.replace("make ", "").split()), name
+    assert expected.keys() == workflows.keys()
+    for name, text in expected.items():
+        assert all(f"make {target}" in workflows[name] for target in text.replace("make ", "").split()), name
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -69,8 +69,8 @@ def test_there_is_an_issue_form_for_each_kind_of_people() -> None:
         ids = [part["id"] for part in form["body"] if part["type"] != "markdown"]
         assert len(ids) == len(set(ids)) >= 4
         assert all(part["attributes"].get("label") for part in form["body"] if part["type"] != "markdown")
-        named = re.findall(r"`kvframe ([a-z]+)", path.read_text(encoding="utf-8"))
-        assert {*named} <= {"check", "plugins", "explain", "plan", "doctor"}
+        commands_of_form = re.findall(r"`kvframe ([a-z]+)", path.read_text(encoding="utf-8"))
+        assert {*commands_of_form} <= {"check", "plugins", "explain", "plan", "doctor"}
 
 
 def test_the_packages_that_are_updated_are_in_folders_that_there_are() -> None:

@@ -48,7 +48,7 @@ def test_a_distribution_says_what_it_is_for(folder: Path) -> None:
     assert "kvframe" == project["keywords"][0]
     assert 4 <= len(project["keywords"]) == len(set(project["keywords"]))
     for key in ("keywords", "dependencies"):
-        assert all(each == each.strip().lower() for each in project[key]), key
+        assert all(word == word.strip().lower() for word in project[key]), key
 
 
 def test_the_core_names_the_versions_of_its_distributions() -> None:
@@ -69,15 +69,15 @@ def test_a_distribution_that_locks_files_by_fcntl_needs_posix() -> None:
 
 
 def test_the_extra_all_has_every_plugin_with_every_extra() -> None:
-    wanted = set()
+    expected = set()
     for folder in FOLDERS:
         project = project_of(folder)
         if folder.parent.name == "plugins":
             extras = set(project.get("optional-dependencies", {})) - {NOT_IN_ALL.get(project["name"])}
-            named = f"[{','.join(sorted(extras))}]" if extras else ""
-            wanted.add(f"{project['name']}{named}{sibling_range(project['version'])}")
+            extras_text = f"[{','.join(sorted(extras))}]" if extras else ""
+            expected.add(f"{project['name']}{extras_text}{sibling_range(project['version'])}")
     everything = project_of(ROOT)["optional-dependencies"]["all"]
-    assert sorted(wanted) == sorted(everything)
+    assert sorted(expected) == sorted(everything)
 
 
 def test_a_distribution_that_computes_requires_torch() -> None:

@@ -21,13 +21,13 @@ signal.pause()
 
 
 def test_a_program_ends_with_the_command_that_started_it(tmp_path: Path) -> None:
-    seen = tmp_path / "seen"
-    with subprocess.Popen([python_in_forks(), "-c", WAITS, seen], stdout=subprocess.PIPE, text=True) as command:
+    marker = tmp_path / "seen"
+    with subprocess.Popen([python_in_forks(), "-c", WAITS, marker], stdout=subprocess.PIPE, text=True) as command:
         assert command.stdout is not None
         assert "begun\n" == command.stdout.readline()
         command.send_signal(signal.SIGTERM)
         assert "" == command.stdout.read()  # the program has closed it too
-    assert "ended" == seen.read_text()
+    assert "ended" == marker.read_text()
 
 
 def test_a_program_gives_the_command_its_exit_code() -> None:

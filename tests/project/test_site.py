@@ -54,15 +54,15 @@ INK = "getComputedStyle(document.querySelector('.drawing text')).fill"
 PAPER = "getComputedStyle(document.querySelector('.drawing rect')).fill"
 
 
-@pytest.mark.parametrize("wanted", ["light", "dark"])
-def test_drawings_have_the_colours_of_their_page(browser: Browser, wanted: str) -> None:
-    browser.open(SITE / "docs/design.html", width=1280, dark=wanted == "dark")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_drawings_have_the_colours_of_their_page(browser: Browser, scheme: str) -> None:
+    browser.open(SITE / "docs/design.html", width=1280, dark=scheme == "dark")
     colours = {}
     for theme in ("auto", "light", "dark"):
         browser.evaluate(f"document.body.dataset.theme = '{theme}'")
         colours[theme] = (browser.evaluate(INK), browser.evaluate(PAPER))
     assert colours["light"] != colours["dark"]
-    assert colours["auto"] == colours[wanted]
+    assert colours["auto"] == colours[scheme]
 
 
 def test_the_landing_page_leads_to_the_others(browser: Browser) -> None:

@@ -39,10 +39,10 @@ def test_it_serves_what_generate_gives_and_finds_prefixes(host_class: Any, famil
         "limits": {"max_num_seqs": 3, "max_num_batched_tokens": 16},
     }
     host = host_class(str(tmp_path), Stack.from_mapping(tables))
-    wanted = [expected(tmp_path, prompt) for prompt in PROMPTS]
+    expected_tokens = [expected(tmp_path, prompt) for prompt in PROMPTS]
     for _ in range(2):
         requests = host.generate(PROMPTS, NUM_NEW)
-        assert wanted == [list(request.token_ids) for request in requests]
+        assert expected_tokens == [list(request.token_ids) for request in requests]
     assert all(request.num_hit >= 32 for request in requests[:4])
     assert 0 == host.manager.num_held_pages
 

@@ -168,19 +168,19 @@ def render(cells: Sequence[Cell]) -> str:
     if refused:
         parts.append(f"## Refused on every layer\n\n{''.join(refused)}")
     if missing:
-        listed = "".join(f"- `{backend}`: {_shown(verdict)}\n" for backend, verdict in missing.items())
-        parts.append(f"## Backends that do not run where this was made\n\n{listed}")
+        lines = "".join(f"- `{backend}`: {_shown(verdict)}\n" for backend, verdict in missing.items())
+        parts.append(f"## Backends that do not run where this was made\n\n{lines}")
     return "\n".join(parts)
 
 
 def _table(cells: Sequence[Cell]) -> str:
     backends = [*dict.fromkeys(cell.backend for cell in cells)]
-    found: dict[str, list[str]] = {}
+    verdicts_of_layers: dict[str, list[str]] = {}
     for cell in cells:
-        found.setdefault(cell.layer, []).append(_shown(cell.verdict))
+        verdicts_of_layers.setdefault(cell.layer, []).append(_shown(cell.verdict))
     rows = [["layer", *(f"`{backend}`" for backend in backends)]]
-    for layer, verdicts in found.items():
-        if not layer.endswith(SHARING) or verdicts != found[layer.removesuffix(SHARING)]:
+    for layer, verdicts in verdicts_of_layers.items():
+        if not layer.endswith(SHARING) or verdicts != verdicts_of_layers[layer.removesuffix(SHARING)]:
             rows.append([layer, *verdicts])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])

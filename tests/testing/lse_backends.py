@@ -180,22 +180,22 @@ class Rounded(LseBackend):
 
 @shown_by("the output is another one", "full-block=1-decode", "with the log-sum-exp, .* queries are wrong")
 class OtherOutput(LseBackend):
-    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
-        output = super().attend(*arguments, lse=lse, **named)
+    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        output = super().attend(*arguments, lse=lse, **options)
         return output if lse is None else 2 * output
 
 
 @shown_by("it is declared and not written", "full-block=1-decode")
 class Unwritten(LseBackend):
-    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
-        return super().attend(*arguments, **named)
+    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        return super().attend(*arguments, **options)
 
 
 @shown_by("it is written for all heads but the last", "full-block=1-decode")
 class WithoutTheLastHead(LseBackend):
-    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
+    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
         last = None if lse is None else lse[:, -1].clone()
-        output = super().attend(*arguments, lse=lse, **named)
+        output = super().attend(*arguments, lse=lse, **options)
         if lse is not None and last is not None:
             lse[:, -1] = last
         return output
@@ -220,18 +220,18 @@ class ExchangedGroups(LseBackend):
 )
 class KeepsSinks(LseBackend):
     def attend(
-        self, *arguments: Any, sinks: torch.Tensor | None = None, lse: torch.Tensor | None = None, **named: Any
+        self, *arguments: Any, sinks: torch.Tensor | None = None, lse: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         if lse is not None:
-            sinks = self.kept = getattr(self, "kept", None) if sinks is None else sinks
-        return super().attend(*arguments, sinks=sinks, lse=lse, **named)
+            sinks = self.last_sinks = getattr(self, "last_sinks", None) if sinks is None else sinks
+        return super().attend(*arguments, sinks=sinks, lse=lse, **options)
 
 
 @shown_by("queries that see a sink only have -inf", "bidirectional-learned_sinks-cross_without_keys")
 class WithoutKeysWithoutSinks(LseBackend):
     def reduced(self, logits: torch.Tensor) -> torch.Tensor:
-        found = super().reduced(logits)
-        return found if logits.shape[-1] > 1 else found.fill_(-math.inf)
+        sums = super().reduced(logits)
+        return sums if logits.shape[-1] > 1 else sums.fill_(-math.inf)
 
 
 @shown_by("the second layer has that of the first", "head_size=64-num_kv_heads=8-full-decodes")

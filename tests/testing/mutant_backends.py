@@ -61,9 +61,9 @@ class Returns(PlainBackend):
         return output
 
     def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **options: Any
     ) -> torch.Tensor:
-        output: torch.Tensor = self.returned(super().attend(layer, query, kv_cache, metadata, **named), query)
+        output: torch.Tensor = self.returned(super().attend(layer, query, kv_cache, metadata, **options), query)
         return output
 
 
@@ -77,12 +77,12 @@ def over(built: Built, **changes: Any) -> Built:
 
 @shown_by("the block table of the first step is kept", "head_size=64-num_kv_heads=1-full-decodes", "step 2")
 class KeepsTheFirstTable(Changes):
-    kept: torch.Tensor | None = None
+    first_table: torch.Tensor | None = None
 
     def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Arguments:
-        if self.kept is None or self.kept.shape != built.block_table.shape:
-            self.kept = built.block_table.clone()
-        return layer, query, kv_cache, attrs.evolve(built, block_table=self.kept), sinks
+        if self.first_table is None or self.first_table.shape != built.block_table.shape:
+            self.first_table = built.block_table.clone()
+        return layer, query, kv_cache, attrs.evolve(built, block_table=self.first_table), sinks
 
 
 @shown_by("lengths are kept by where they lie", "decodes-padded", "step 2")
@@ -99,12 +99,12 @@ class KeepsLengthsByPlace(Changes):
 
 @shown_by("the metadata of the first step is kept", "head_size=64-num_kv_heads=1-full-decodes", "step 2")
 class KeepsTheFirstMetadata(Changes):
-    kept: Built | None = None
+    first_built: Built | None = None
 
     def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Arguments:
-        if self.kept is None or self.kept.common.num_actual_tokens != built.common.num_actual_tokens:
-            self.kept = built
-        return layer, query, kv_cache, self.kept, sinks
+        if self.first_built is None or self.first_built.common.num_actual_tokens != built.common.num_actual_tokens:
+            self.first_built = built
+        return layer, query, kv_cache, self.first_built, sinks
 
 
 @shown_by("pages are copied once and never again", "head_size=64-num_kv_heads=1-full-decodes", "step 2")
@@ -116,39 +116,39 @@ class KeepsPages(PlainBackend):
     def read(self, layer: Any, kv_cache: Any, built: Built, request: int, tokens: Any) -> Any:
         size = built.common.block_size
         blocks = built.block_table[request, tokens // size].tolist()
-        found = [
+        pages_of_tokens = [
             self.copies.setdefault((layer.name, block), (kv_cache["k"][block].clone(), kv_cache["v"][block].clone()))
             for block in blocks
         ]
         offsets = (tokens % size).tolist()
-        key = [pages[0][offset] for pages, offset in zip(found, offsets, strict=True)]
-        value = [pages[1][offset] for pages, offset in zip(found, offsets, strict=True)]
+        key = [pages[0][offset] for pages, offset in zip(pages_of_tokens, offsets, strict=True)]
+        value = [pages[1][offset] for pages, offset in zip(pages_of_tokens, offsets, strict=True)]
         return torch.stack(key), torch.stack(value)
 
 
 @shown_by("the cache of another layer is read", "head_size=64-num_kv_heads=1-full-decodes", "layers.1 in step 1")
 class ReadsAnotherLayersCache(Changes):
-    kept: KVCache | None = None
+    first_cache: KVCache | None = None
 
     def given(self, layer: Any, query: Any, kv_cache: Any, built: Any, sinks: Any) -> Arguments:
-        self.kept = kv_cache if self.kept is None else self.kept
-        return layer, query, self.kept, built, sinks
+        self.first_cache = kv_cache if self.first_cache is None else self.first_cache
+        return layer, query, self.first_cache, built, sinks
 
 
 @shown_by("the sinks of another layer are used", "num_kv_heads=8-window=20-sink_tokens=4-", "layers.1")
 class UsesAnotherLayersSinks(Changes):
-    kept: torch.Tensor | None = None
+    first_sinks: torch.Tensor | None = None
 
     def given(self, layer: Any, query: Any, kv_cache: Any, built: Any, sinks: Any) -> Arguments:
-        self.kept = sinks if self.kept is None else self.kept
-        return layer, query, kv_cache, built, self.kept
+        self.first_sinks = sinks if self.first_sinks is None else self.first_sinks
+        return layer, query, kv_cache, built, self.first_sinks
 
 
 @shown_by("the bias of another layer is used", "num_kv_heads=1-relative_bias-", "layers.0 in step 1")
 class UsesAnotherLayersBias(PlainBackend):
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        for each in self.layers:
-            self.parameters[each.name] = parameters
+        for own_layer in self.layers:
+            self.parameters[own_layer.name] = parameters
 
 
 # --- a size -----------------------------------------------------------------------------------------------------------
@@ -339,9 +339,9 @@ class DoesNotSeeItself(PlainBackend):
 @shown_by("the last token of a block is not seen", "full-block=16-decode")
 class DropsTheLastTokenOfBlocks(PlainBackend):
     def visible(self, layer: Any, common: CommonAttentionMetadata, request: int, first: int, seq_len: int) -> Any:
-        found = super().visible(layer, common, request, first, seq_len)
-        found[:, common.block_size - 1 : first : common.block_size] = False
-        return found
+        mask = super().visible(layer, common, request, first, seq_len)
+        mask[:, common.block_size - 1 : first : common.block_size] = False
+        return mask
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -387,27 +387,27 @@ class TakesTurns(PlainBackend):
 @shown_by("the relative bias is shifted", "full-relative_bias-prefill")
 class ShiftsTheBias(PlainBackend):
     def bias(self, layer: LayerSpec, first: int, seq_len: int) -> torch.Tensor | None:
-        found = super().bias(layer, first, seq_len)
-        return None if found is None else found.roll(1, dims=-1)
+        bias = super().bias(layer, first, seq_len)
+        return None if bias is None else bias.roll(1, dims=-1)
 
 
 @shown_by("the slopes of ALiBi are those of other heads", "full-alibi-prefill")
 class TakesSlopesOfOtherHeads(PlainBackend):
     def bias(self, layer: LayerSpec, first: int, seq_len: int) -> torch.Tensor | None:
-        found = super().bias(layer, first, seq_len)
+        bias = super().bias(layer, first, seq_len)
         assert layer.query is not None
-        return found if found is None or layer.query.alibi_slopes is None else found.roll(1, dims=0)
+        return bias if bias is None or layer.query.alibi_slopes is None else bias.roll(1, dims=0)
 
 
 @shown_by("the distances of ALiBi have a sign", "bidirectional-alibi-prefill")
 class SignsTheDistances(PlainBackend):
     def bias(self, layer: LayerSpec, first: int, seq_len: int) -> torch.Tensor | None:
-        found = super().bias(layer, first, seq_len)
+        bias = super().bias(layer, first, seq_len)
         assert layer.query is not None
-        if found is None or layer.query.alibi_slopes is None:
-            return found
+        if bias is None or layer.query.alibi_slopes is None:
+            return bias
         later = torch.arange(seq_len) > torch.arange(first, seq_len)[:, None]
-        return torch.where(later, -found, found)
+        return torch.where(later, -bias, bias)
 
 
 @shown_by("values are taken to be as long as keys", "full-short_values-prefill")
@@ -455,10 +455,10 @@ class CountsPaddedTokens(Changes):
 @shown_by("NaN is taken for a mask", "num_kv_heads=1-window=20-", "step 2")
 class MasksNaN(PlainBackend):
     def visible(self, layer: Any, common: Any, request: int, first: int, seq_len: int) -> Any:
-        found = super().visible(layer, common, request, first, seq_len)
+        mask = super().visible(layer, common, request, first, seq_len)
         if getattr(layer.spec, "window", None) is not None:
-            found[:, max(0, first - 32) : first] = True
-        return found
+            mask[:, max(0, first - 32) : first] = True
+        return mask
 
     def scores(self, layer: LayerSpec, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         scores = super().scores(layer, query, key)
@@ -561,8 +561,8 @@ class WritesTheQuery(Returns):
 
 @shown_by("the cache is written by attend", "full-block=1-prefill", "it wrote to")
 class WritesTheCache(Changes):
-    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **named: Any) -> torch.Tensor:
-        output = super().attend(layer, query, kv_cache, metadata, **named)
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **options: Any) -> torch.Tensor:
+        output = super().attend(layer, query, kv_cache, metadata, **options)
         kv_cache["k"][0].zero_()
         return output
 

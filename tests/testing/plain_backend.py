@@ -83,8 +83,8 @@ class PlainBackend(AttentionBackend):
         starts, seq_lens = self.lengths(built.common)
         for request, (start, stop) in enumerate(itertools.pairwise(starts)):
             if start < stop:
-                given = kv_cache, built, request, seq_lens[request], sinks
-                output[start:stop] = self.attend_request(layer, query[start:stop], *given)
+                arguments = kv_cache, built, request, seq_lens[request], sinks
+                output[start:stop] = self.attend_request(layer, query[start:stop], *arguments)
         return output
 
     def lengths(self, common: CommonAttentionMetadata) -> tuple[list[int], list[int]]:
@@ -106,8 +106,8 @@ class PlainBackend(AttentionBackend):
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the attention of one request's queries."""
-        logits, seen, value = self.logits(layer, query, kv_cache, built, request, seq_len, sinks)
-        weights = logits.softmax(-1)[..., : seen.shape[1]].masked_fill(~seen, 0)
+        logits, visible, value = self.logits(layer, query, kv_cache, built, request, seq_len, sinks)
+        weights = logits.softmax(-1)[..., : visible.shape[1]].masked_fill(~visible, 0)
         return torch.einsum("hqt,thd->qhd", weights, value[:, self.kv_heads(query.shape[1], value.shape[1])])
 
     def logits(
@@ -139,17 +139,17 @@ class PlainBackend(AttentionBackend):
         """Return which tokens each query sees, ``[num_queries, seq_len], bool``."""
         assert layer.spec is not None
         if common.causal and (layer.spec.mask is None or not layer.spec.mask.sees_all):
-            found = torch.zeros(seq_len - first, seq_len, dtype=torch.bool)
+            mask = torch.zeros(seq_len - first, seq_len, dtype=torch.bool)
             for row, position in enumerate(range(first, seq_len)):
                 for start, stop in self.ranges(layer, position):
-                    found[row, start:stop] = True
+                    mask[row, start:stop] = True
             if layer.spec.is_sparse:
-                found &= self.shown(layer, torch.arange(first, seq_len)[:, None], torch.arange(seq_len))
+                mask &= self.shown(layer, torch.arange(first, seq_len)[:, None], torch.arange(seq_len))
         else:
-            found = torch.ones(seq_len - first, seq_len, dtype=torch.bool)
+            mask = torch.ones(seq_len - first, seq_len, dtype=torch.bool)
         if SEQ_STARTS in common.extensions:
-            found[:, : int(common.extensions[SEQ_STARTS].values[request])] = False
-        return found
+            mask[:, : int(common.extensions[SEQ_STARTS].values[request])] = False
+        return mask
 
     def ranges(self, layer: LayerSpec, position: int) -> list[tuple[int, int]]:
         """Return the tokens that a query sees by the layer's mask."""
@@ -161,8 +161,8 @@ class PlainBackend(AttentionBackend):
         """Return the live tokens that queries of a sparse type see."""
         assert layer.spec is not None
         assert layer.spec.mask_function is not None
-        shown: torch.Tensor = layer.spec.mask_function(query, key)
-        return shown
+        mask: torch.Tensor = layer.spec.mask_function(query, key)
+        return mask
 
     def read(
         self, layer: LayerSpec, kv_cache: KVCache, built: Built, request: int, tokens: torch.Tensor

@@ -15,7 +15,7 @@ LOG2_E = math.log2(math.e)
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Given:
+class Inputs:
     """The arguments of ``dense_attention``, by name."""
 
     layer: QuerySpec
@@ -26,7 +26,7 @@ class Given:
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 
-    def to(self, dtype: torch.dtype) -> Given:
+    def to(self, dtype: torch.dtype) -> Inputs:
         """Return the same numbers, rounded to a dtype."""
         return attrs.evolve(
             self,
@@ -37,7 +37,7 @@ class Given:
             bias=None if self.bias is None else self.bias.to(dtype),
         )
 
-    def of_tokens(self, tokens: torch.Tensor) -> Given:
+    def of_tokens(self, tokens: torch.Tensor) -> Inputs:
         """Return the arguments for some of the tokens, in an order."""
         bias = None if self.bias is None else self.bias[:, :, tokens]
         return attrs.evolve(
@@ -45,28 +45,28 @@ class Given:
         )
 
 
-def by_definition(given: Given) -> torch.Tensor:
+def by_definition(inputs: Inputs) -> torch.Tensor:
     """The definition, with every operation rounded to the dtype."""
-    return dense_attention(**attrs.asdict(given, recurse=False))
+    return dense_attention(**attrs.asdict(inputs, recurse=False))
 
 
-def permuted(given: Given) -> torch.Tensor:
+def permuted(inputs: Inputs) -> torch.Tensor:
     """The definition, with tokens and elements in another order."""
-    generator = torch.Generator().manual_seed(len(given.key))
-    given = given.of_tokens(torch.randperm(len(given.key), generator=generator))
-    parts = torch.randperm(given.query.shape[2], generator=generator)
-    return by_definition(attrs.evolve(given, query=given.query[:, :, parts], key=given.key[:, :, parts]))
+    generator = torch.Generator().manual_seed(len(inputs.key))
+    inputs = inputs.of_tokens(torch.randperm(len(inputs.key), generator=generator))
+    parts = torch.randperm(inputs.query.shape[2], generator=generator)
+    return by_definition(attrs.evolve(inputs, query=inputs.query[:, :, parts], key=inputs.key[:, :, parts]))
 
 
-def scaled_first(given: Given) -> torch.Tensor:
+def scaled_first(inputs: Inputs) -> torch.Tensor:
     """The definition, with the scale multiplied into the query, which is rounded once more."""
-    layer = attrs.evolve(given.layer, scale=1.0)
-    return by_definition(attrs.evolve(given, layer=layer, query=given.query * given.layer.scale))
+    layer = attrs.evolve(inputs.layer, scale=1.0)
+    return by_definition(attrs.evolve(inputs, layer=layer, query=inputs.query * inputs.layer.scale))
 
 
-def one_by_one(given: Given) -> torch.Tensor:
+def one_by_one(inputs: Inputs) -> torch.Tensor:
     """Every sum from the last term to the first."""
-    wide = _wide(given)
+    wide = _wide(inputs)
     scores = wide.query.new_zeros(wide.query.shape[1], len(wide.query), len(wide.key))
     for part in reversed(range(wide.query.shape[2])):
         scores = scores + wide.query[:, :, part].T[:, :, None] * wide.key[:, :, part].T[:, None, :]
@@ -83,16 +83,16 @@ def one_by_one(given: Given) -> torch.Tensor:
         weight = torch.exp(scores[:, :, token] - top)
         total = total + weight
         output = output + weight[:, :, None] * wide.value[token][:, None]
-    return (output / total.masked_fill(total == 0, 1)[:, :, None]).transpose(0, 1).to(given.query.dtype)
+    return (output / total.masked_fill(total == 0, 1)[:, :, None]).transpose(0, 1).to(inputs.query.dtype)
 
 
-def blocked(given: Given, *, size: int = 5, num_splits: int = 1) -> torch.Tensor:
+def blocked(inputs: Inputs, *, size: int = 5, num_splits: int = 1) -> torch.Tensor:
     """Online softmax over blocks of tokens (FlashAttention, arXiv 2205.14135), in base 2.
 
     Weights are rounded to the dtype before they are multiplied by values. With several splits, parts of the tokens are
     computed separately and merged by the logarithms of their sums; the sinks are one more part.
     """
-    wide = _wide(given)
+    wide = _wide(inputs)
     parts = []
     for tokens in torch.arange(len(wide.key)).tensor_split(num_splits):
         top = wide.query.new_full((wide.query.shape[1], len(wide.query), 1), -math.inf)
@@ -103,10 +103,10 @@ def blocked(given: Given, *, size: int = 5, num_splits: int = 1) -> torch.Tensor
             scores = _finish(part, torch.einsum("qhd,thd->hqt", part.query, part.key)) * LOG2_E
             higher = torch.maximum(top, scores.amax(-1, keepdim=True))
             shift = higher.nan_to_num(neginf=0.0)
-            weights, kept = torch.exp2(scores - shift), torch.exp2(top - shift)
-            total = total * kept + weights.sum(-1, keepdim=True)
-            rounded = weights.to(given.query.dtype).to(weights.dtype)
-            output = output * kept + torch.einsum("hqt,thd->hqd", rounded, part.value)
+            weights, rescale = torch.exp2(scores - shift), torch.exp2(top - shift)
+            total = total * rescale + weights.sum(-1, keepdim=True)
+            rounded = weights.to(inputs.query.dtype).to(weights.dtype)
+            output = output * rescale + torch.einsum("hqt,thd->hqd", rounded, part.value)
             top = higher
         lse = (top + torch.log2(total)).masked_fill(total == 0, -math.inf)
         parts.append((output / total.masked_fill(total == 0, 1), lse))
@@ -116,32 +116,32 @@ def blocked(given: Given, *, size: int = 5, num_splits: int = 1) -> torch.Tensor
     shares = [torch.exp2(lse - top) for _, lse in parts]
     total = torch.stack(shares).sum(0)
     merged = torch.stack([share * output for share, (output, _) in zip(shares, parts, strict=True)]).sum(0)
-    return (merged / total.masked_fill(total == 0, 1)).transpose(0, 1).to(given.query.dtype)
+    return (merged / total.masked_fill(total == 0, 1)).transpose(0, 1).to(inputs.query.dtype)
 
 
-def split(given: Given) -> torch.Tensor:
+def split(inputs: Inputs) -> torch.Tensor:
     """As ``blocked``, in three parts."""
-    return blocked(given, size=4, num_splits=3)
+    return blocked(inputs, size=4, num_splits=3)
 
 
-ORDERS: Mapping[str, Callable[[Given], torch.Tensor]] = {
-    each.__name__: each for each in (by_definition, permuted, scaled_first, one_by_one, blocked, split)
+ORDERS: Mapping[str, Callable[[Inputs], torch.Tensor]] = {
+    order.__name__: order for order in (by_definition, permuted, scaled_first, one_by_one, blocked, split)
 }
 """Every order, by name."""
 
 
-def _wide(given: Given) -> Given:
+def _wide(inputs: Inputs) -> Inputs:
     """Return the arguments in the dtype that kernels sum in, with a key and a value for each query head."""
-    wide = given.to(torch.float32) if given.query.dtype.itemsize < 4 else given
-    kv_head = torch.arange(given.query.shape[1]) // (given.query.shape[1] // given.key.shape[1])
+    wide = inputs.to(torch.float32) if inputs.query.dtype.itemsize < 4 else inputs
+    kv_head = torch.arange(inputs.query.shape[1]) // (inputs.query.shape[1] // inputs.key.shape[1])
     return attrs.evolve(wide, key=wide.key[:, kv_head], value=wide.value[:, kv_head])
 
 
-def _finish(given: Given, products: torch.Tensor) -> torch.Tensor:
+def _finish(inputs: Inputs, products: torch.Tensor) -> torch.Tensor:
     """Return the scores from the products of queries and keys."""
-    scores = products * given.layer.scale
-    if given.layer.soft_cap is not None:
-        scores = given.layer.soft_cap * torch.tanh(scores / given.layer.soft_cap)
-    if given.bias is not None:
-        scores = scores + given.bias
-    return scores.masked_fill(~given.visible, -math.inf)
+    scores = products * inputs.layer.scale
+    if inputs.layer.soft_cap is not None:
+        scores = inputs.layer.soft_cap * torch.tanh(scores / inputs.layer.soft_cap)
+    if inputs.bias is not None:
+        scores = scores + inputs.bias
+    return scores.masked_fill(~inputs.visible, -math.inf)

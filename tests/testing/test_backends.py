@@ -208,11 +208,11 @@ class SeesItself(TorchReferenceBackend):
     """Assumes that a query's own key is in the cache."""
 
     def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **options: Any
     ) -> torch.Tensor:
         least = metadata.query_start_loc_cpu.diff()
         longer = attrs.evolve(metadata, seq_lens_cpu=metadata.seq_lens_cpu.maximum(least))
-        return super().attend(layer, query, kv_cache, longer, **named)
+        return super().attend(layer, query, kv_cache, longer, **options)
 
 
 LONG, SHORT = MISTAKES["a window is one token too long"][0], MISTAKES["a window is one token too short"][0]
@@ -237,15 +237,15 @@ def test_the_kit_says_what_a_wrong_backend_got_wrong(backend: type[AttentionBack
 
 def test_dead_blocks_are_not_resident_in_a_case() -> None:
     class Recorder(TorchReferenceBackend):
-        def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **named: Any) -> torch.Tensor:
-            seen.append(metadata.block_table.tolist())
-            return super().attend(layer, query, kv_cache, metadata, **named)
+        def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **options: Any) -> torch.Tensor:
+            tables.append(metadata.block_table.tolist())
+            return super().attend(layer, query, kv_cache, metadata, **options)
 
-    seen: list[list[list[int]]] = []
+    tables: list[list[list[int]]] = []
     spec = GridSpec(block_size=2, num_kv_heads=1, head_size=4, window=3, num_sink_tokens=1)
     layer = LayerSpec(name="layer", spec=spec, query=QuerySpec(num_heads=1, head_size=4, scale=1.0))
     check_backend(Recorder, Case(name="one", layer=layer, requests=(Request(9, 2),)))
-    resident = [[[block > 0 for block in row] for row in table] for table in seen]
+    resident = [[[block > 0 for block in row] for row in table] for table in tables]
     assert [[[True, False, False, True, True, True]]] * 2 == resident, "with and without the log-sum-exp"
 
 

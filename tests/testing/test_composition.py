@@ -51,8 +51,8 @@ def cells(request: pytest.FixtureRequest, registry: Registry) -> Iterator[tuple[
         with patch.context() as composing:
             if request.param == "mixed":
                 composing.setattr(composition, "make_cases_of", make_one_case_of)
-            found = compose(registry)
-        yield found
+            composed_cells = compose(registry)
+        yield composed_cells
 
 
 def make_one_case_of(chain: WrapperChain, label: str, layer: LayerSpec, causal: bool) -> Iterator[Case]:
@@ -101,9 +101,9 @@ def test_every_wrapper_and_every_backend_computes_something(registry: Registry, 
 def test_the_two_wrappers_compose_before_both_torch_backends(
     verdict: str, chain: tuple[str, ...], layer: str, cells: tuple[Cell, ...]
 ) -> None:
-    found = {cell.backend: cell.verdict for cell in cells if (cell.chain, cell.layer) == (chain, layer)}
+    verdicts = {cell.backend: cell.verdict for cell in cells if (cell.chain, cell.layer) == (chain, layer)}
     assert {"torch": verdict, "torch_reference": verdict} == {
-        name: found[name] for name in ("torch", "torch_reference")
+        name: verdicts[name] for name in ("torch", "torch_reference")
     }
 
 
@@ -122,8 +122,8 @@ def test_the_two_wrappers_compute_cases_of_every_mask(
     backend_class = registry.backends.load(backend)
     chain = tuple(registry.wrappers.load(name)() for name in names)
     cases = [case for case in make_cases(backend_class.capabilities, chains=[chain]) if case.wrappers]
-    found = {case.name.removeprefix("+".join(names) + "-").split("-block=")[0] for case in cases}
-    assert masks <= found
+    case_masks = {case.name.removeprefix("+".join(names) + "-").split("-block=")[0] for case in cases}
+    assert masks <= case_masks
     for case in sample(cases):
         check_backend(backend_class, case)
 
@@ -163,8 +163,8 @@ def check_after_wrappers(backend: str, registry: Registry, together: Sequence[tu
     devices = backend_class.capabilities.devices
     names = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
     chains = [tuple(registry.wrappers.load(name)() for name in chain) for chain in names]
-    made = make_cases(backend_class.capabilities, min(devices), chains, form_of(backend_class))
-    cases = sample([case for case in made if case.wrappers], together)
+    case_grid = make_cases(backend_class.capabilities, min(devices), chains, form_of(backend_class))
+    cases = sample([case for case in case_grid if case.wrappers], together)
     assert {tuple(wrapper.name for wrapper in case.wrappers) for case in cases} == set(names)
     # Without a GPU, Triton's interpreter runs its kernels on the CPU.
     device = "cuda" if "cpu" not in devices and torch.cuda.is_available() else "cpu"
@@ -178,8 +178,8 @@ def check_after_wrappers(backend: str, registry: Registry, together: Sequence[tu
 class SlightlyWrong(TorchReferenceBackend):
     capabilities = Capabilities(devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), masks=frozenset({"causal"}))
 
-    def attend(self, *args: Any, **named: Any) -> torch.Tensor:
-        return super().attend(*args, **named) + 0.01
+    def attend(self, *args: Any, **options: Any) -> torch.Tensor:
+        return super().attend(*args, **options) + 0.01
 
 
 class Elsewhere(TorchReferenceBackend):
@@ -211,10 +211,12 @@ def test_another_plugin_changes_the_matrix_and_its_mistakes_are_seen(monkeypatch
     names, window = (
         next(line for line in text.splitlines() if line.startswith(f"| {label} ")) for label in ("layer", "window")
     )
-    shown = dict(zip(*([cell.strip(" `") for cell in line.split("|")[2:-1]] for line in (names, window)), strict=True))
+    verdicts = dict(
+        zip(*([cell.strip(" `") for cell in line.split("|")[2:-1]] for line in (names, window)), strict=True)
+    )
     expected = {"mla": "mask_window", "slightly_wrong": "mask_window", "torch": "equal", "torch_reference": "equal"}
-    assert expected == {name: shown[name] for name in expected}
-    assert not {"elsewhere", "gone"} & {*shown}
+    assert expected == {name: verdicts[name] for name in expected}
+    assert not {"elsewhere", "gone"} & {*verdicts}
     _, _, missing = text.partition("## Backends that do not run where this was made\n")
     assert {"- `elsewhere`: `environment`", "- `gone`: `import`"} <= {*missing.splitlines()}
 

@@ -68,10 +68,10 @@ def backend_with(builder: Callable[[], AttentionMetadataBuilder]) -> type[Attent
             return builder()
 
         def attend(
-            self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+            self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **options: Any
         ) -> torch.Tensor:
             common = attrs.evolve(metadata.common, block_table=metadata.block_table)
-            return super().attend(layer, query, kv_cache, common, **named)
+            return super().attend(layer, query, kv_cache, common, **options)
 
     return Backend
 

@@ -31,8 +31,8 @@ class AnotherTensor(torch.Tensor):
 
 
 def returning(change: Callable[[torch.Tensor], object], base: type[AttentionBackend]) -> type[AttentionBackend]:
-    def attend(self: AttentionBackend, *args: Any, **named: Any) -> object:
-        return change(base.attend(self, *args, **named))
+    def attend(self: AttentionBackend, *args: Any, **options: Any) -> object:
+        return change(base.attend(self, *args, **options))
 
     return type("Returns", (base,), {"attend": attend})
 
@@ -69,9 +69,9 @@ def test_an_output_from_refreshed_metadata_is_looked_at_as_every_other() -> None
     class ThirdTimeNothing(TorchBackend):
         num_calls = 0
 
-        def attend(self, *args: Any, **named: Any) -> Any:
+        def attend(self, *args: Any, **options: Any) -> Any:
             self.num_calls += 1
-            return super().attend(*args, **named) if self.num_calls <= 2 else None
+            return super().attend(*args, **options) if self.num_calls <= 2 else None
 
     assert TorchMetadataBuilder.table_fields
     with pytest.raises(ConformanceError, match="mixed: with refreshed metadata, attend returns NoneType"):
@@ -125,17 +125,17 @@ def test_a_backend_that_computes_nothing_or_raises_is_wrong_in_the_matrix(monkey
         capabilities = attrs.evolve(CAPABILITIES, masks=frozenset({"window"}))
 
     class Raises(TorchReferenceBackend):
-        def attend(self, *args: Any, **named: Any) -> Any:
+        def attend(self, *args: Any, **options: Any) -> Any:
             raise ZeroDivisionError("by zero")
 
     monkeypatch.setattr(matrix, "MAX_CHAIN", 0)
     monkeypatch.setattr(composition, "LAYERS", {"full": lambda block_size: {}})
     registry = load_plugins().registry
-    found = {"nowhere": Nowhere, "raises": Raises, "nothing": returning(lambda output: None, TorchReferenceBackend)}
-    monkeypatch.setattr(registry.backends, "names", lambda: (*found,))
-    monkeypatch.setattr(registry.backends, "load", found.__getitem__)
+    backends = {"nowhere": Nowhere, "raises": Raises, "nothing": returning(lambda output: None, TorchReferenceBackend)}
+    monkeypatch.setattr(registry.backends, "names", lambda: (*backends,))
+    monkeypatch.setattr(registry.backends, "load", backends.__getitem__)
     wrong = {cell.backend: (cell.verdict, cell.detail) for cell in matrix.compose(registry) if cell.layer == "full"}
-    assert dict.fromkeys(found, matrix.WRONG) == {name: verdict for name, (verdict, _) in wrong.items()}
+    assert dict.fromkeys(backends, matrix.WRONG) == {name: verdict for name, (verdict, _) in wrong.items()}
     assert (
         "Nowhere serves no layer at all on cpu, so that nothing of it was computed: mask_causal" == wrong["nowhere"][1]
     )

@@ -35,8 +35,8 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Any, Any]]
 
     def load(name: str) -> tuple[Any, Any]:
         spec_name, backend_name, options = TYPES[name]
-        found = runpy.run_path(str(EXAMPLES / f"{name}.py"))
-        return found[spec_name](**SIZES, **options), found[backend_name]
+        names = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+        return names[spec_name](**SIZES, **options), names[backend_name]
 
     return load
 
@@ -88,9 +88,9 @@ def test_a_choice_with_one_block_less_shows(example: Callable[[str], tuple[Any, 
     spec, backend_class = example("moba")
 
     class Fewer(backend_class):  # type: ignore[misc,valid-type]
-        def attend(self, layer: Any, *arguments: Any, **named: Any) -> Any:
+        def attend(self, layer: Any, *arguments: Any, **options: Any) -> Any:
             fewer = attrs.evolve(layer, spec=attrs.evolve(layer.spec, num_blocks=1))
-            return super().attend(fewer, *arguments, **named)
+            return super().attend(fewer, *arguments, **options)
 
     with pytest.raises(ConformanceError, match="differs from dense_attention"):
         check_definition(Fewer, spec)
@@ -137,8 +137,8 @@ def test_inputs_reach_the_backend(example: Callable[[str], tuple[Any, Any]]) -> 
             return gated
 
     class GatedBackend(backend_class):  # type: ignore[misc,valid-type]
-        def attend(self, *arguments: Any, more: Any = None, **named: Any) -> Any:
-            return super().attend(*arguments, more=more, **named) * more.inputs["gate"][..., None]
+        def attend(self, *arguments: Any, more: Any = None, **options: Any) -> Any:
+            return super().attend(*arguments, more=more, **options) * more.inputs["gate"][..., None]
 
     gated = Gated(**attrs.asdict(spec, recurse=False))
     check_definition(GatedBackend, gated)

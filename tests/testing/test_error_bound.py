@@ -21,7 +21,7 @@ from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.specs import QuerySpec
 from kvframe.loading.plugins import load_plugins
-from tests.testing.summation import ORDERS, Given, by_definition
+from tests.testing.summation import ORDERS, Inputs, by_definition
 
 CASES = sample([case for case in make_cases(TorchReferenceBackend.capabilities) if not is_served(case.name)])
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -35,55 +35,55 @@ WRONG = 20
 
 
 @cache
-def requests(case: Case) -> tuple[tuple[Given, torch.Tensor], ...]:
+def requests(case: Case) -> tuple[tuple[Inputs, torch.Tensor], ...]:
     """Return each request's arguments, and its bound."""
     generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
     inputs = draw_inputs(case, generator)
     return tuple(
-        (Given(**arguments), bound_of(Given(**arguments), case.query_dtype, magnitudes))
+        (Inputs(**arguments), bound_of(Inputs(**arguments), case.query_dtype, magnitudes))
         for arguments, magnitudes in dense_arguments(case, inputs, Learned.draw(case, generator))
     )
 
 
 def bound_of(
-    given: Given,
+    inputs: Inputs,
     dtype: torch.dtype = torch.float32,
     magnitudes: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
-    scores = (given.layer, given.query, given.key, given.visible, given.sinks, given.bias)
+    scores = (inputs.layer, inputs.query, inputs.key, inputs.visible, inputs.sinks, inputs.bias)
     scored = score_with_errors(*scores, magnitude=magnitudes[0])
-    return attention_error_bound(scored, given.value, given.visible, dtype=dtype, magnitude=magnitudes[1])
+    return attention_error_bound(scored, inputs.value, inputs.visible, dtype=dtype, magnitude=magnitudes[1])
 
 
-def part_of_bound(found: torch.Tensor, given: Given, bound: torch.Tensor) -> float:
+def part_of_bound(output: torch.Tensor, inputs: Inputs, bound: torch.Tensor) -> float:
     """Return the largest error as a part of the bound; NaN if any value is NaN."""
-    errors = (found.double() - by_definition(given)).abs()
+    errors = (output.double() - by_definition(inputs)).abs()
     parts = torch.where(errors == 0, errors, errors / bound)
     return float(parts.amax()) if parts.numel() else 0.0
 
 
-def max_part(case: Case, attend: Callable[[Given], torch.Tensor]) -> float:
+def max_part(case: Case, attend: Callable[[Inputs], torch.Tensor]) -> float:
     """Return the largest part among the requests."""
-    return max(part_of_bound(attend(given), given, bound) for given, bound in requests(case))
+    return max(part_of_bound(attend(inputs), inputs, bound) for inputs, bound in requests(case))
 
 
 def max_part_in_dtype(case: Case, order: str) -> float:
     """Return the largest part for one order of operations, in the case's dtype."""
-    return max_part(case, lambda given: ORDERS[order](given.to(case.query_dtype)))
+    return max_part(case, lambda inputs: ORDERS[order](inputs.to(case.query_dtype)))
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_of_operations_lies_within_a_part_of_the_bound(order: str, step: int) -> None:
     attend = ORDERS[order]
-    found = {
+    parts = {
         case.name: max(
-            part_of_bound(attend(given.to(case.query_dtype)), given, bound) for given, bound in requests(case)
+            part_of_bound(attend(inputs.to(case.query_dtype)), inputs, bound) for inputs, bound in requests(case)
         )
         for case in CASES[::step]
     }
-    assert {} == {name: part for name, part in found.items() if not part <= RIGHT}
-    assert 0.02 < max(found.values())
+    assert {} == {name: part for name, part in parts.items() if not part <= RIGHT}
+    assert 0.02 < max(parts.values())
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -97,20 +97,23 @@ def test_so_do_keys_and_values_that_are_computed_from_latents(order: str) -> Non
 
 def test_the_bound_is_a_property_of_the_numbers_and_not_of_the_order_of_sums() -> None:
     for case in CASES:
-        for given, _ in requests(case):
-            tokens = torch.randperm(len(given.key), generator=torch.Generator().manual_seed(1))
-            bound, other = bound_of(given), bound_of(given.of_tokens(tokens))
+        for inputs, _ in requests(case):
+            tokens = torch.randperm(len(inputs.key), generator=torch.Generator().manual_seed(1))
+            bound, other = bound_of(inputs), bound_of(inputs.of_tokens(tokens))
             assert torch.all((bound - other).abs() <= 1e-6 * bound)
 
 
 def test_twice_the_error_of_one_run_was_too_little_for_a_right_one_in_another_order() -> None:
     def is_too_little(case: Case) -> bool:
-        given = [given for given, _ in requests(case)]
+        requests_of_case = [inputs for inputs, _ in requests(case)]
         errors = [
-            max(float((attend(each.to(torch.float32)).double() - by_definition(each)).abs().amax()) for each in given)
+            max(
+                float((attend(inputs.to(torch.float32)).double() - by_definition(inputs)).abs().amax())
+                for inputs in requests_of_case
+            )
             for attend in ORDERS.values()
         ]
-        largest = max(float(by_definition(each).abs().amax()) for each in given)
+        largest = max(float(by_definition(inputs).abs().amax()) for inputs in requests_of_case)
         return max(errors) > 2 * min(errors) + 4 * torch.finfo(torch.float32).eps * largest
 
     case = next(filter(is_too_little, CASES))
@@ -120,34 +123,38 @@ def test_twice_the_error_of_one_run_was_too_little_for_a_right_one_in_another_or
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-def without_the_oldest(given: Given) -> Given:
-    is_oldest = given.visible & (given.visible.cumsum(1) == 1) & (given.visible.sum(1, keepdim=True) > 1)
-    return attrs.evolve(given, visible=given.visible & ~is_oldest)
+def without_the_oldest(inputs: Inputs) -> Inputs:
+    is_oldest = inputs.visible & (inputs.visible.cumsum(1) == 1) & (inputs.visible.sum(1, keepdim=True) > 1)
+    return attrs.evolve(inputs, visible=inputs.visible & ~is_oldest)
 
 
-def with_another_scale(given: Given) -> Given:
-    return attrs.evolve(given, layer=attrs.evolve(given.layer, scale=1.005 * given.layer.scale))
+def with_another_scale(inputs: Inputs) -> Inputs:
+    return attrs.evolve(inputs, layer=attrs.evolve(inputs.layer, scale=1.005 * inputs.layer.scale))
 
 
-def with_another_head(given: Given) -> Given:
-    return attrs.evolve(given, value=given.value.roll(1, 1)) if given.value.shape[1] > 1 else with_another_scale(given)
+def with_another_head(inputs: Inputs) -> Inputs:
+    return (
+        attrs.evolve(inputs, value=inputs.value.roll(1, 1)) if inputs.value.shape[1] > 1 else with_another_scale(inputs)
+    )
 
 
-def with_queries_in_16_bits(given: Given) -> Given:
-    return attrs.evolve(given, query=given.query.bfloat16().double())
+def with_queries_in_16_bits(inputs: Inputs) -> Inputs:
+    return attrs.evolve(inputs, query=inputs.query.bfloat16().double())
 
 
 @pytest.mark.parametrize(
     "mistake", [without_the_oldest, with_another_scale, with_another_head, with_queries_in_16_bits]
 )
-def test_a_mistake_is_far_beyond_the_bound_in_every_case_that_it_can_change(mistake: Callable[[Given], Given]) -> None:
+def test_a_mistake_is_far_beyond_the_bound_in_every_case_that_it_can_change(
+    mistake: Callable[[Inputs], Inputs],
+) -> None:
     num_changed = 0
     for case in CASES:
         if case.query_dtype != torch.float32:
             continue
-        part = max_part(case, lambda given: by_definition(mistake(given)))
+        part = max_part(case, lambda inputs: by_definition(mistake(inputs)))
         # With a single token, a query's output is its value, for any score.
-        if part > 0 and max(int(given.visible.sum(1).max()) for given, _ in requests(case)) > 1:
+        if part > 0 and max(int(inputs.visible.sum(1).max()) for inputs, _ in requests(case)) > 1:
             num_changed += 1
             assert part > WRONG, case.name
     assert num_changed > 50
@@ -156,7 +163,7 @@ def test_a_mistake_is_far_beyond_the_bound_in_every_case_that_it_can_change(mist
 def test_a_token_that_is_left_out_is_beyond_the_bound_in_every_dtype() -> None:
     for case in (case for case in CASES if case.spec.kv_format == PLAIN):
         parts = [
-            part_of_bound(by_definition(without_the_oldest(given)), given, bound) for given, bound in requests(case)
+            part_of_bound(by_definition(without_the_oldest(inputs)), inputs, bound) for inputs, bound in requests(case)
         ]
         assert max(parts) == 0 or max(parts) > 1, case.name
 
@@ -172,7 +179,7 @@ def column(*numbers: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_token_may_err_by_three_units_of_its_value_and_three_of_the_sums(dtype: torch.dtype) -> None:
-    given = Given(
+    inputs = Inputs(
         layer=ONE_HEAD,
         query=column(0.0),
         key=column(1.0),
@@ -180,30 +187,30 @@ def test_one_token_may_err_by_three_units_of_its_value_and_three_of_the_sums(dty
         visible=torch.ones(1, 1, dtype=torch.bool),
     )
     sum_unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    assert 8 * 3 * (torch.finfo(dtype).eps + sum_unit) == pytest.approx(bound_of(given, dtype).item(), rel=1e-3)
+    assert 8 * 3 * (torch.finfo(dtype).eps + sum_unit) == pytest.approx(bound_of(inputs, dtype).item(), rel=1e-3)
 
 
 def test_a_query_that_sees_nothing_may_not_err() -> None:
     hidden = torch.zeros(1, 2, dtype=torch.bool)
-    given = Given(layer=ONE_HEAD, query=column(1.0), key=column(1.0, 2.0), value=column(3.0, 4.0), visible=hidden)
-    assert 0.0 == bound_of(given).item()
-    assert 0.0 == bound_of(given.of_tokens(torch.arange(0))).item()
-    assert 0.0 == bound_of(attrs.evolve(given, sinks=torch.ones(1).double())).item()
+    inputs = Inputs(layer=ONE_HEAD, query=column(1.0), key=column(1.0, 2.0), value=column(3.0, 4.0), visible=hidden)
+    assert 0.0 == bound_of(inputs).item()
+    assert 0.0 == bound_of(inputs.of_tokens(torch.arange(0))).item()
+    assert 0.0 == bound_of(attrs.evolve(inputs, sinks=torch.ones(1).double())).item()
 
 
 def test_a_score_may_err_by_more_if_its_terms_are_larger_and_a_cap_lets_little_of_that_through() -> None:
     # Both scores are zero; in the second they are the differences of large numbers.
-    seen = torch.ones(1, 2, dtype=torch.bool)
+    visible = torch.ones(1, 2, dtype=torch.bool)
     small = torch.tensor([[[1.0, 1.0]]]).double(), torch.tensor([[[1.0, -1.0]], [[-1.0, 1.0]]]).double()
     layer = attrs.evolve(ONE_HEAD, head_size=2)
 
     def bound(factor: float, layer: QuerySpec = layer) -> float:
-        given = Given(layer=layer, query=factor * small[0], key=small[1], value=column(1.0, -1.0), visible=seen)
-        return bound_of(given).item()
+        inputs = Inputs(layer=layer, query=factor * small[0], key=small[1], value=column(1.0, -1.0), visible=visible)
+        return bound_of(inputs).item()
 
     assert bound(1000.0) > 100 * bound(1.0)
     capped = attrs.evolve(layer, soft_cap=1e-3)
-    steep = Given(
+    steep = Inputs(
         layer=capped, query=column(1e3), key=column(1.0, 2.0), value=column(1.0, -1.0), visible=torch.ones(1, 2).bool()
     )
     assert bound_of(steep).item() < 0.01 * bound_of(attrs.evolve(steep, layer=ONE_HEAD, key=column(1.0, 1.0))).item()

@@ -65,10 +65,8 @@ class Forgetful(Halves):
 class Beside(Halves):
     def read(self, kv_cache: Any, block_ids: Any, out: Any) -> None:
         super().read(kv_cache, block_ids, out)
-        whole = out["k"]
-        whole.as_strided(whole.shape, whole.stride(), whole.storage_offset() + whole[0].numel() if len(whole) else 0)[
-            -1:
-        ] = 0
+        keys = out["k"]
+        keys.as_strided(keys.shape, keys.stride(), keys.storage_offset() + keys[0].numel() if len(keys) else 0)[-1:] = 0
 
 
 class HidesNaN(Halves):
@@ -175,7 +173,7 @@ class Waits(Halves):
         )
 
 
-@pytest.mark.parametrize("kv_format", [PLAIN, Halves(), *installed_formats()], ids=lambda each: each.name)
+@pytest.mark.parametrize("kv_format", [PLAIN, Halves(), *installed_formats()], ids=lambda kv_format: kv_format.name)
 def test_formats_that_keep_the_laws_pass(kv_format: KVFormat) -> None:
     check_format(kv_format)
 
@@ -236,10 +234,10 @@ class ReadsHalves(TorchReferenceBackend):
         returns_lse=False,
     )
 
-    def attend(self, layer: Any, query: Any, kv_cache: KVCache, metadata: Any, **named: Any) -> torch.Tensor:
+    def attend(self, layer: Any, query: Any, kv_cache: KVCache, metadata: Any, **options: Any) -> torch.Tensor:
         if layer.spec.kv_format != PLAIN:
             kv_cache = {name: tensor * self.factor for name, tensor in kv_cache.items()}
-        return super().attend(layer, query, kv_cache, metadata, **named)
+        return super().attend(layer, query, kv_cache, metadata, **options)
 
     factor = 2.0
 
@@ -276,7 +274,7 @@ def test_a_backend_that_takes_copies_is_checked_on_all() -> None:
 
 def test_installed_formats_are_checked_unless_others_are_given() -> None:
     names = {case.spec.kv_format.name for case in make_cases(TorchReferenceBackend.capabilities)}
-    assert {"plain", *(each.name for each in installed_formats())} == names
+    assert {"plain", *(kv_format.name for kv_format in installed_formats())} == names
     assert {"int8_token_head"} < names
 
 
@@ -296,7 +294,7 @@ def test_a_backend_that_reads_or_writes_a_format_wrongly_is_found(backend: Any, 
 
 def test_a_round_trip_is_what_a_format_makes_of_numbers() -> None:
     key, value = torch.tensor([[[1.0, 3.0]]]), torch.tensor([[[0.0, 127.0]]])
-    (int8,) = [each for each in installed_formats() if each.name == "int8_token_head"]
+    (int8,) = [kv_format for kv_format in installed_formats() if kv_format.name == "int8_token_head"]
     stored_key, stored_value = round_trip(int8, key, value)
     torch.testing.assert_close(stored_key, torch.tensor([[[42 * 3 / 127, 3.0]]]))
     assert torch.equal(value, stored_value)

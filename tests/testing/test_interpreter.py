@@ -27,22 +27,22 @@ class Scope:
 
 def fake(debug: bool = False) -> Any:
     """Return a stand-in for the interpreter's module; it notes what it patches and which types it finds."""
-    found: Any = ModuleType("interpreter")
-    found.tl = ModuleType("tl")
-    found.tl.core = ModuleType("tl.core")
-    found.patched, found.asked, found._LangPatchScope = [], [], Scope
+    module: Any = ModuleType("interpreter")
+    module.tl = ModuleType("tl")
+    module.tl.core = ModuleType("tl.core")
+    module.patched, module.asked, module._LangPatchScope = [], [], Scope
 
     def patch(function: Any) -> Scope:
-        found.patched.append(function)
+        module.patched.append(function)
         return Scope()
 
     def find(dtype: Any) -> str:
-        found.asked.append(dtype.scalar.name)
+        module.asked.append(dtype.scalar.name)
         return f"numpy's {dtype.scalar.name}"
 
-    found._patch_lang, found._get_np_dtype = patch, find
-    found.interpreter_builder = SimpleNamespace(options=Options(debug))
-    return found
+    module._patch_lang, module._get_np_dtype = patch, find
+    module.interpreter_builder = SimpleNamespace(options=Options(debug))
+    return module
 
 
 def function_that_sees(*modules: ModuleType) -> Callable[[], None]:
@@ -59,13 +59,13 @@ def test_the_installed_interpreter_is_one_that_is_made_faster() -> None:
     names = ("float16", "float32", "int32", "uint8", "int1", "bfloat16", "float8e4nv", "int64")
     types = [getattr(interpreter.tl, name) for name in names]
     assert ["float16", "float32", "int32", "uint8", "bool", "uint16", "uint8", "int64"] == [
-        interpreter._get_np_dtype(each).name for each in types
+        interpreter._get_np_dtype(dtype).name for dtype in types
     ]
-    pointers = [interpreter.tl.pointer_type(each) for each in types]
-    blocks = [interpreter.tl.block_type(each, [4]) for each in (*types, *pointers)]
-    assert ["uint64"] * 8 == [interpreter._get_np_dtype(each).name for each in pointers]
-    assert [interpreter._get_np_dtype(each) for each in (*types, *pointers)] == [
-        interpreter._get_np_dtype(each) for each in blocks
+    pointers = [interpreter.tl.pointer_type(dtype) for dtype in types]
+    blocks = [interpreter.tl.block_type(dtype, [4]) for dtype in (*types, *pointers)]
+    assert ["uint64"] * 8 == [interpreter._get_np_dtype(dtype).name for dtype in pointers]
+    assert [interpreter._get_np_dtype(dtype) for dtype in (*types, *pointers)] == [
+        interpreter._get_np_dtype(dtype) for dtype in blocks
     ]
 
 
@@ -77,7 +77,7 @@ def test_shapes_are_those_of_the_type_and_are_checked() -> None:
         block = tl.block_type(element, [4, tl.constexpr(8)])
         assert ((4, 8), 32, f"<['4', '8'], {element}>") == (tuple(block.shape), block.numel, block.name)
         tensor = tl.tensor(None, block)
-        assert ([4, 8], 32, element) == ([each.value for each in tensor.shape], tensor.numel.value, tensor.dtype)
+        assert ([4, 8], 32, element) == ([size.value for size in tensor.shape], tensor.numel.value, tensor.dtype)
         assert ([], 1) == ([*tl.tensor(None, element).shape], tl.tensor(None, element).numel.value)
     for _ in range(2):
         with pytest.raises(ValueError, match="power of 2"):
@@ -91,11 +91,11 @@ def test_operands_of_one_type_stay_as_they_are_unless_the_operation_needs_anothe
     half, other = (semantic.scalar_constant(value, tl.float16) for value in (1.0, 2.0))
     check = semantic.binary_op_type_checking_impl
     assert (half, other) == check(half, other)
-    for arguments, named in (((False, False, True, True), {}), ((), {"div_or_mod": True})):
-        assert ["fp32", "fp32"] == [each.dtype.name for each in check(half, other, *arguments, **named)]
+    for arguments, options in (((False, False, True, True), {}), ((), {"div_or_mod": True})):
+        assert ["fp32", "fp32"] == [operand.dtype.name for operand in check(half, other, *arguments, **options)]
     byte, word = semantic.scalar_constant(1, tl.int8), semantic.scalar_constant(1, tl.int32)
-    assert ["int32", "int32"] == [each.dtype.name for each in check(byte, word)]
-    assert ["int8", "int8"] == [each.dtype.name for each in check(byte, 3)]
+    assert ["int32", "int32"] == [operand.dtype.name for operand in check(byte, word)]
+    assert ["int8", "int8"] == [operand.dtype.name for operand in check(byte, 3)]
     pointer = tl.tensor(None, tl.pointer_type(tl.int8))
     with pytest.raises(Exception, match="invalid operands of type pointer"):
         check(pointer, pointer)
@@ -133,7 +133,7 @@ def test_a_type_is_found_once() -> None:
     module = fake()
     make_faster(module)
     types = [SimpleNamespace(scalar=SimpleNamespace(name=name)) for name in ("fp32", "int8", "fp32")]
-    assert ["numpy's fp32", "numpy's int8", "numpy's fp32"] == [module._get_np_dtype(each) for each in types]
+    assert ["numpy's fp32", "numpy's int8", "numpy's fp32"] == [module._get_np_dtype(dtype) for dtype in types]
     assert ["fp32", "int8"] == module.asked
 
 

@@ -99,9 +99,9 @@ class KeepsDrafts(Less):
     """Does not go back after a draft was rejected."""
 
     def change(self, logits: torch.Tensor, output: Sequence[int], request: ProcessedRequest) -> None:
-        seen = request.state.setdefault("seen", set())
-        seen |= {*output}
-        for token in seen:
+        tokens = request.state.setdefault("seen", set())
+        tokens |= {*output}
+        for token in tokens:
             logits[token] -= 1
 
 

@@ -12,7 +12,7 @@ from tests.testing.mistakes.specs import RightSpec
 from tests.testing.mistakes.wrappers import RightWrapper
 
 KINDS = all_kinds()
-FOUND = [name for name, each in KINDS.items() if not each.missed]
+FOUND = [name for name, mistake in KINDS.items() if not mistake.missed]
 
 
 def test_most_kinds_are_found() -> None:

@@ -68,14 +68,14 @@ def test_a_sample_of_the_cases_finds_a_mistake_too(mistake: str) -> None:
 
 
 class Waits(TorchBackend):
-    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
-        output = super().attend(*arguments, lse=lse, **named)
+    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        output = super().attend(*arguments, lse=lse, **options)
         return output if lse is None or lse.isfinite().all() else output.nan_to_num()
 
 
 class CopiesItself(TorchBackend):
-    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
-        output = super().attend(*arguments, lse=lse, **named)
+    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        output = super().attend(*arguments, lse=lse, **options)
         return output if lse is None else output + torch.zeros(1).to(lse.device)
 
 

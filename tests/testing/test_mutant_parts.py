@@ -50,8 +50,8 @@ def ranges(change: Callable[[int, Any], Any], base: type[Right] = Right, **other
 
 
 def spec(base: type[Right] = Right, **methods: Any) -> type[Right]:
-    made: type[Right] = attrs.frozen(kw_only=True)(type("Wrong", (base,), methods))
-    return made
+    spec_class: type[Right] = attrs.frozen(kw_only=True)(type("Wrong", (base,), methods))
+    return spec_class
 
 
 ASKED = iter(range(10**9))
@@ -130,9 +130,9 @@ def right(pages: ReleasedPages) -> Any:
 
 
 def write_uses(pages: ReleasedPages) -> Any:
-    found = right(pages)
+    result = right(pages)
     pages.uses[:] = 0
-    return found
+    return result
 
 
 POLICIES: dict[str, tuple[Callable[[ReleasedPages], Any], str]] = {

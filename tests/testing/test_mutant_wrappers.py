@@ -87,7 +87,7 @@ def other_blocks(metadata: CommonAttentionMetadata, wrapped: CommonAttentionMeta
     first = {int(row[0]): row for row in metadata.block_table}
     rows = []
     for row in wrapped.block_table:
-        owner = next((each for each in first.values() if int(row[0]) in each.tolist()), row)
+        owner = next((table_row for table_row in first.values() if int(row[0]) in table_row.tolist()), row)
         start = owner.tolist().index(int(row[0])) if int(row[0]) in owner.tolist() else 0
         rows.append(torch.roll(owner, -shift * start)[:width])
     return torch.stack(rows)
@@ -107,7 +107,7 @@ def hiding(difference: int) -> Change:
             return {}
         old = wrapped.extensions[SEQ_STARTS]
         assert old.values_cpu is not None
-        starts, starts_cpu = ((each + difference).clamp(min=0) for each in (old.values, old.values_cpu))
+        starts, starts_cpu = ((values + difference).clamp(min=0) for values in (old.values, old.values_cpu))
         return {"extensions": {**wrapped.extensions, SEQ_STARTS: Extension(starts, old.axis, starts_cpu)}}
 
     return change
@@ -237,9 +237,9 @@ def test_wrappers_without_a_mistake_pass(name: str) -> None:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_kit_finds_a_mistake(mistake: str) -> None:
-    wrapper, seen, message = MISTAKES[mistake]
+    wrapper, layer, message = MISTAKES[mistake]
     with pytest.raises(ConformanceError, match=message):
-        check_wrapper(wrapper, seen)
+        check_wrapper(wrapper, layer)
 
 
 # --- attention after wrappers -----------------------------------------------------------------------------------------
@@ -391,10 +391,10 @@ def test_attention_says_what_a_wrong_wrapper_got_wrong(wrapper: MetadataWrapper,
 
 class IgnoresSeqStarts(TorchReferenceBackend):
     def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **options: Any
     ) -> torch.Tensor:
         plain = attrs.evolve(metadata, extensions=NO_EXTENSIONS)
-        return super().attend(layer, query, kv_cache, plain, **named)
+        return super().attend(layer, query, kv_cache, plain, **options)
 
 
 def failures(backend: type[AttentionBackend], cases: list[Case]) -> set[str]:
@@ -420,9 +420,9 @@ def test_a_layer_that_shares_a_cache_reads_the_owners() -> None:
             writers.append(self.layers[0])
             super().write_kv(*args)
 
-        def attend(self, layer: LayerSpec, *args: Any, **named: Any) -> torch.Tensor:
+        def attend(self, layer: LayerSpec, *args: Any, **options: Any) -> torch.Tensor:
             readers.append(layer)
-            return super().attend(layer, *args, **named)
+            return super().attend(layer, *args, **options)
 
     writers: list[LayerSpec] = []
     readers: list[LayerSpec] = []

@@ -36,19 +36,19 @@ def case_of(name: str) -> Case:
 
 @pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend, PlainBackend])
 def test_a_backend_serves_another_host(backend: type[AttentionBackend]) -> None:
-    found = [*in_other_hosts(make_cases(backend.capabilities))]
-    assert len(LAYOUTS) < len(found)
-    for case, host in found:
+    pairs = [*in_other_hosts(make_cases(backend.capabilities))]
+    assert len(LAYOUTS) < len(pairs)
+    for case, host in pairs:
         check_backend(backend, case, host=host)
     # The reference returns a tensor of its own, which a host has to copy.
-    num_copied = sum(host.num_copies for _, host in found)
+    num_copied = sum(host.num_copies for _, host in pairs)
     assert (num_copied > 0) == (backend is not TorchBackend)
 
 
 def test_each_layout_occurs_with_keys_and_values_in_the_plain_format() -> None:
     for cases in (CASES, CASES[:1]):
-        found = [*in_other_hosts(cases)]
-        assert {*LAYOUTS} == {host.layout for case, host in found if case.spec.kv_format == PLAIN}
+        pairs = [*in_other_hosts(cases)]
+        assert {*LAYOUTS} == {host.layout for case, host in pairs if case.spec.kv_format == PLAIN}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -76,8 +76,8 @@ class StopsAtANegativeSlot(PlainBackend):
     """As if all tokens after a skipped one were padding."""
 
     def write_kv(self, key: Any, value: Any, kv_cache: Any, slots: Slots) -> None:
-        kept = (slots.flat >= 0).cummin(0).values
-        super().write_kv(key, value, kv_cache, Slots(torch.where(kept, slots.flat, -1), slots.block_size))
+        is_written = (slots.flat >= 0).cummin(0).values
+        super().write_kv(key, value, kv_cache, Slots(torch.where(is_written, slots.flat, -1), slots.block_size))
 
 
 class TakesDenseKeys(PlainBackend):
@@ -100,8 +100,8 @@ class TakesTheLastEntryForTheLastBlock(PlainBackend):
 
 
 class TakesDenseRows(PlainBackend):
-    def attend(self, layer: Any, query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        return super().attend(layer, query.as_strided(query.shape, torch.empty(query.shape).stride()), *rest, **named)
+    def attend(self, layer: Any, query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        return super().attend(layer, query.as_strided(query.shape, torch.empty(query.shape).stride()), *rest, **options)
 
 
 class TakesDensePages(PlainBackend):
@@ -126,16 +126,16 @@ class FindsValuesAfterKeys(PlainBackend):
 
 
 class WritesBesideTheOutput(PlainBackend):
-    def attend(self, *arguments: Any, out: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
-        output = super().attend(*arguments, **named)
+    def attend(self, *arguments: Any, out: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        output = super().attend(*arguments, **options)
         if out is not None:
             out.as_strided((out.numel() + 1,), (1,), out.storage_offset())[-1] = 0
         return output
 
 
 class ReturnsTheOutputEmpty(PlainBackend):
-    def attend(self, *arguments: Any, out: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
-        output = super().attend(*arguments, **named)
+    def attend(self, *arguments: Any, out: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        output = super().attend(*arguments, **options)
         return output if out is None else out
 
 
@@ -158,8 +158,8 @@ class KeepsHostCopiesOfStarts(PlainBackend):
 
     def visible(self, layer: Any, common: CommonAttentionMetadata, *rest: Any) -> torch.Tensor:
         starts = common.extensions[SEQ_STARTS]
-        kept = {SEQ_STARTS: attrs.evolve(starts, values=starts.values_cpu)}
-        return super().visible(layer, attrs.evolve(common, extensions=kept), *rest)
+        extensions = {SEQ_STARTS: attrs.evolve(starts, values=starts.values_cpu)}
+        return super().visible(layer, attrs.evolve(common, extensions=extensions), *rest)
 
 
 class ReadsHostCopiesForTheLse(LseBackend):
@@ -170,8 +170,8 @@ class ReadsHostCopiesForTheLse(LseBackend):
         starts, lens = common.query_start_loc_cpu, common.seq_lens_cpu
         if int(lens.max()) > common.max_seq_len:
             return torch.zeros(query.shape[:2])
-        known = attrs.evolve(metadata, common=attrs.evolve(common, query_start_loc=starts, seq_lens=lens))
-        return super().log_sums(layer, query, kv_cache, known, sinks)
+        same_metadata = attrs.evolve(metadata, common=attrs.evolve(common, query_start_loc=starts, seq_lens=lens))
+        return super().log_sums(layer, query, kv_cache, same_metadata, sinks)
 
 
 @pytest.mark.parametrize(

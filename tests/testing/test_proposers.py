@@ -17,10 +17,10 @@ class LastToken(Proposer):
     """Proposes a request's last token."""
 
     name = "last_token"
-    seen: list[int] = attrs.field(factory=list)
+    last_tokens: list[int] = attrs.field(factory=list)
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
-        return [[each.token_ids[-1]] for each in requests]
+        return [[request.token_ids[-1]] for request in requests]
 
     def forget(self, request_ids: Sequence[str]) -> None:
         pass
@@ -31,8 +31,8 @@ def test_a_right_proposer_passes() -> None:
 
 
 def remember(self: LastToken, requests: Sequence[DraftRequest]) -> Any:
-    self.seen += [each.token_ids[-1] for each in requests]
-    return [[sum(self.seen) % 8] for _ in requests]
+    self.last_tokens += [request.token_ids[-1] for request in requests]
+    return [[sum(self.last_tokens) % 8] for _ in requests]
 
 
 def append(self: LastToken, requests: Sequence[DraftRequest]) -> Any:

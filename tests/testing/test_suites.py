@@ -25,8 +25,8 @@ def run(folder: Path, source: str, *arguments: str) -> tuple[int, str]:
     """Run pytest on test classes, in a folder without any settings; return the exit code and the output."""
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n")
     (folder / "test_mine.py").write_text(dedent(TESTS) + dedent(source))
-    done = run_program("-m", "pytest", "-p", "no:cacheprovider", "-q", *IMPORTED, *arguments, cwd=folder)
-    return done.returncode, done.stdout
+    process = run_program("-m", "pytest", "-p", "no:cacheprovider", "-q", *IMPORTED, *arguments, cwd=folder)
+    return process.returncode, process.stdout
 
 
 def test_each_check_of_each_kind_is_a_test(tmp_path: Path) -> None:

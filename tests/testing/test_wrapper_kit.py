@@ -102,8 +102,8 @@ NUMBERS = iter(range(1, 10**6))
 
 
 def one_extension(name: str) -> Callable[[CommonAttentionMetadata], dict[str, Any]]:
-    made = Extension(torch.zeros(1, dtype=torch.int32), Axis.STEP)
-    return lambda metadata: {"extensions": {**passed(metadata), name: made}}
+    extension = Extension(torch.zeros(1, dtype=torch.int32), Axis.STEP)
+    return lambda metadata: {"extensions": {**passed(metadata), name: extension}}
 
 
 def without(name: str) -> Callable[[CommonAttentionMetadata], dict[str, Any]]:

@@ -30,13 +30,13 @@ def test_no_wrong_wrapper_ends_the_process(backend: str) -> None:
     # In a separate process, because a kernel could end it.
     run = run_program("-m", "tests.testing.wrong_wrappers", backend, str(NUM_RANDOM))
     assert 0 == run.returncode, run.stderr
-    found = json.loads(run.stdout)
-    assert "right" == found["none"]
+    outcomes = json.loads(run.stdout)
+    assert "right" == outcomes["none"]
     for name, (_, message) in WRONG.items():
-        for end in found["named"][name]:
+        for end in outcomes["named"][name]:
             assert end.startswith(("wrong_value: wrapper 'wrong', of the layer 'a',", "wrong_shape: wrapper 'wrong'"))
             assert message in end
-    ends = found["random"]
+    ends = outcomes["random"]
     assert {"refused", "right", "other"} >= set(ends)
     assert 2 * NUM_RANDOM == sum(ends.values())
     assert min(ends["refused"], ends["right"]) > 0
@@ -55,8 +55,8 @@ def test_the_requests_of_the_step_fail_and_the_engine_goes_on(tmp_path: Path) ->
         (failed,) = engine.step()
         assert "error" == failed.finish_reason
         Wrong.change = staticmethod(lambda metadata: {})
-        (found,) = engine.generate([PROMPTS[1]], GREEDY)
-        assert expected.token_ids == found.token_ids
+        (output,) = engine.generate([PROMPTS[1]], GREEDY)
+        assert expected.token_ids == output.token_ids
 
 
 # --- found by the audit only ------------------------------------------------------------------------------------------

@@ -506,9 +506,11 @@ class Slow(Folder):
 def opening(opens: type[OpenFolder]) -> type[Folder]:
     """Return the store that opens another class; another process finds it by its name in this module."""
     name = f"Folder{opens.__name__}"
-    made: type[Folder] = attrs.frozen(kw_only=True)(type(name, (Folder,), {"opens": opens, "__module__": __name__}))
-    return made
+    store_class: type[Folder] = attrs.frozen(kw_only=True)(
+        type(name, (Folder,), {"opens": opens, "__module__": __name__})
+    )
+    return store_class
 
 
-for each in OpenFolder.__subclasses__():
-    globals()[f"Folder{each.__name__}"] = opening(each)
+for open_class in OpenFolder.__subclasses__():
+    globals()[f"Folder{open_class.__name__}"] = opening(open_class)

@@ -31,7 +31,7 @@ NAMES = tuple(field.name for field in attrs.fields(CommonAttentionMetadata) if f
 
 def both(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     """Return a change of a tensor and of its host copy."""
-    return lambda metadata: {each: change(getattr(metadata, each)) for each in (name, f"{name}_cpu")}
+    return lambda metadata: {field: change(getattr(metadata, field)) for field in (name, f"{name}_cpu")}
 
 
 def one(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
@@ -138,7 +138,7 @@ def main() -> None:
     """Run every bug by name, then random ones, with the audit and without."""
     backend, num_random = sys.argv[1], int(sys.argv[2])
     benches = [bench_of(backend, audit=audit) for audit in (False, True)]
-    named = {name: [end_of(bench, change) for bench in benches] for name, (change, _) in WRONG.items()}
+    ends_by_bug = {name: [end_of(bench, change) for bench in benches] for name, (change, _) in WRONG.items()}
     numbers = random.Random(0)
     ends: collections.Counter[str] = collections.Counter()
     for _ in range(num_random):
@@ -146,7 +146,7 @@ def main() -> None:
         for bench in benches:
             end = end_of(bench, change).split(":")[0]
             ends["refused" if end in MISTAKE_CODES else end] += 1
-    print(json.dumps({"none": end_of(benches[0], lambda metadata: {}), "named": named, "random": ends}))
+    print(json.dumps({"none": end_of(benches[0], lambda metadata: {}), "named": ends_by_bug, "random": ends}))
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ from tests.testing.mistakes.kinds import all_kinds
 def main() -> None:
     """Print a line for each kind."""
     patterns = [word for word in sys.argv[1:] if word != "--whole"] or ["*"]
-    chosen = {name: each for name, each in all_kinds().items() if fnmatchcase(name, patterns[0])}
+    kinds = {name: mistake for name, mistake in all_kinds().items() if fnmatchcase(name, patterns[0])}
     num_found = 0
-    for name, each in chosen.items():
-        found = find(each, whole="--whole" in sys.argv)
-        num_found += bool(found)
-        print(f"{name}: {found or f'missed: {each.missed}'}", flush=True)
-    print(f"{num_found} of {len(chosen)} kinds are found")
+    for name, mistake in kinds.items():
+        check_name = find(mistake, whole="--whole" in sys.argv)
+        num_found += bool(check_name)
+        print(f"{name}: {check_name or f'missed: {mistake.missed}'}", flush=True)
+    print(f"{num_found} of {len(kinds)} kinds are found")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class RightBackend(LseBackend):
 
 
 @attrs.frozen
-class Seen:
+class Batch:
     """What a kernel sees of a step, without padding.
 
     Attributes:
@@ -36,11 +36,11 @@ class Seen:
     seq_lens: Sequence[int]
 
     @classmethod
-    def of(cls, layer: LayerSpec, common: CommonAttentionMetadata) -> Seen:
+    def of(cls, layer: LayerSpec, common: CommonAttentionMetadata) -> Batch:
         """Return what a kernel sees of a batch."""
         pairs = zip(common.query_start_loc.diff().tolist(), common.seq_lens.tolist(), strict=True)
-        shown = [(query_len, seq_len) for query_len, seq_len in pairs if query_len]
-        return cls(layer, [each[0] for each in shown], [each[1] for each in shown])
+        lengths = [(query_len, seq_len) for query_len, seq_len in pairs if query_len]
+        return cls(layer, [pair[0] for pair in lengths], [pair[1] for pair in lengths])
 
     @property
     def only_decodes(self) -> bool:
@@ -66,17 +66,17 @@ class Seen:
 class WrongRows(RightBackend):
     """Returns zeros for some of the queries, as a kernel does whose grid ends too early."""
 
-    def wrong_from(self, seen: Seen) -> int | None:
+    def wrong_from(self, batch: Batch) -> int | None:
         """Return the first wrong query of the batch; None if all are right."""
         return None
 
     def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **options: Any
     ) -> torch.Tensor:
-        output = super().attend(layer, query, kv_cache, metadata, **named)
+        output = super().attend(layer, query, kv_cache, metadata, **options)
         common = self.step_of(metadata).common
-        seen = Seen.of(layer, common)
-        first = self.wrong_from(seen) if seen.query_lens else None
+        batch = Batch.of(layer, common)
+        first = self.wrong_from(batch) if batch.query_lens else None
         if first is not None:
             output[first:] = 0
         return output

@@ -8,61 +8,65 @@ from functools import partial
 import torch
 
 from kvframe.contract.specs import LayerSpec
-from tests.testing.mistakes.backend import RightBackend, Seen, WrongRequests, WrongRows
+from tests.testing.mistakes.backend import Batch, RightBackend, WrongRequests, WrongRows
 from tests.testing.mistakes.kinds import kind
 from tests.testing.plain_backend import Built
 
 
-def _rows(name: str, wrong_from: Callable[[Seen], int | None], missed: str = "") -> None:
-    members = {"wrong_from": lambda self, seen: wrong_from(seen)}
+def _rows(name: str, wrong_from: Callable[[Batch], int | None], missed: str = "") -> None:
+    members = {"wrong_from": lambda self, batch: wrong_from(batch)}
     kind(name, missed)(type("WrongRows", (WrongRows,), members))
 
 
-def _decode(index: int, seen: Seen) -> int | None:
-    return index if seen.only_decodes and len(seen.seq_lens) > index else None
+def _decode(index: int, batch: Batch) -> int | None:
+    return index if batch.only_decodes and len(batch.seq_lens) > index else None
 
 
-def _all_if(condition: Callable[[Seen], bool]) -> Callable[[Seen], int | None]:
-    return lambda seen: 0 if condition(seen) else None
+def _all_if(condition: Callable[[Batch], bool]) -> Callable[[Batch], int | None]:
+    return lambda batch: 0 if condition(batch) else None
 
 
 # --- how many requests and tokens -------------------------------------------------------------------------------------
 
-_rows("a batch of one request", _all_if(lambda seen: len(seen.query_lens) == 1))
-_rows("one prompt alone", _all_if(lambda seen: len(seen.query_lens) == 1 and seen.only_prompts))
-_rows("one decode alone", _all_if(lambda seen: len(seen.query_lens) == 1 and seen.only_decodes))
+_rows("a batch of one request", _all_if(lambda batch: len(batch.query_lens) == 1))
+_rows("one prompt alone", _all_if(lambda batch: len(batch.query_lens) == 1 and batch.only_prompts))
+_rows("one decode alone", _all_if(lambda batch: len(batch.query_lens) == 1 and batch.only_decodes))
 _rows(
     "one prompt alone that continues",
-    _all_if(lambda seen: len(seen.query_lens) == 1 and 1 < seen.query_lens[0] < seen.seq_lens[0]),
+    _all_if(lambda batch: len(batch.query_lens) == 1 and 1 < batch.query_lens[0] < batch.seq_lens[0]),
 )
-_rows("a batch of two decodes", _all_if(lambda seen: len(seen.query_lens) == 2 and seen.only_decodes))
-_rows("the 19th request", lambda seen: sum(seen.query_lens[:18]) if len(seen.query_lens) > 18 else None)
-_rows("the 33rd request", lambda seen: sum(seen.query_lens[:32]) if len(seen.query_lens) > 32 else None)
+_rows("a batch of two decodes", _all_if(lambda batch: len(batch.query_lens) == 2 and batch.only_decodes))
+_rows("the 19th request", lambda batch: sum(batch.query_lens[:18]) if len(batch.query_lens) > 18 else None)
+_rows("the 33rd request", lambda batch: sum(batch.query_lens[:32]) if len(batch.query_lens) > 32 else None)
 _rows(
-    "the 65th decode of a step of decodes", lambda seen: 64 if seen.only_decodes and len(seen.seq_lens) > 64 else None
+    "the 65th decode of a step of decodes",
+    lambda batch: 64 if batch.only_decodes and len(batch.seq_lens) > 64 else None,
 )
 _rows(
-    "the 37th decode of a step of decodes", lambda seen: 36 if seen.only_decodes and len(seen.seq_lens) > 36 else None
+    "the 37th decode of a step of decodes",
+    lambda batch: 36 if batch.only_decodes and len(batch.seq_lens) > 36 else None,
 )
 _rows(
     "the 129th decode of a step of decodes",
-    lambda seen: 128 if seen.only_decodes and len(seen.seq_lens) > 128 else None,
+    lambda batch: 128 if batch.only_decodes and len(batch.seq_lens) > 128 else None,
 )
 _rows(
-    "the 50th token of a step of prompts", lambda seen: 49 if seen.only_prompts and sum(seen.query_lens) > 150 else None
+    "the 50th token of a step of prompts",
+    lambda batch: 49 if batch.only_prompts and sum(batch.query_lens) > 150 else None,
 )
 _rows(
     "prompts of more than 64 tokens in a step of prompts",
-    _all_if(lambda seen: seen.only_prompts and max(seen.query_lens) > 64),
+    _all_if(lambda batch: batch.only_prompts and max(batch.query_lens) > 64),
 )
-_rows("the 257th token of a step", lambda seen: 256 if sum(seen.query_lens) > 256 else None)
-_rows("the 513th token of a step", lambda seen: 512 if sum(seen.query_lens) > 512 else None)
+_rows("the 257th token of a step", lambda batch: 256 if sum(batch.query_lens) > 256 else None)
+_rows("the 513th token of a step", lambda batch: 512 if sum(batch.query_lens) > 512 else None)
 _rows(
     "a mixed batch whose decodes come after its prompts",
-    _all_if(lambda seen: seen.query_lens[0] > 1 and seen.query_lens[-1] == 1 and 1 < min(seen.seq_lens)),
+    _all_if(lambda batch: batch.query_lens[0] > 1 and batch.query_lens[-1] == 1 and 1 < min(batch.seq_lens)),
 )
 _rows(
-    "one long request beside many short ones", _all_if(lambda seen: max(seen.seq_lens) > 50 * min(seen.seq_lens) > 50)
+    "one long request beside many short ones",
+    _all_if(lambda batch: max(batch.seq_lens) > 50 * min(batch.seq_lens) > 50),
 )
 
 
@@ -102,34 +106,34 @@ class _LongestFirst(WrongRequests):
         return len(lens) > 40 and int(lens.argmax()) > 31 and request == int(lens.argmax())
 
 
-def _has_group(size: int, seen: Seen) -> bool:
-    return seen.group == size
+def _has_group(size: int, batch: Batch) -> bool:
+    return batch.group == size
 
 
 # --- sizes of the layer -----------------------------------------------------------------------------------------------
 
 for _size in (3, 5, 6, 7):
     _rows(f"groups of {_size} query heads", _all_if(partial(_has_group, _size)))
-_rows("an odd number of KV heads, three or more", _all_if(lambda seen: seen.option("num_kv_heads") in (3, 5, 7)))
-_rows("windows of more than 32 tokens", _all_if(lambda seen: seen.option("window") > 32))
-_rows("windows of more than 64 tokens", _all_if(lambda seen: seen.option("window") > 64))
-_rows("chunks of more than 40 tokens", _all_if(lambda seen: seen.option("chunk") > 40))
-_rows("more than 20 sink tokens", _all_if(lambda seen: seen.option("num_sink_tokens") > 20))
-_rows("blocks of 32 tokens", _all_if(lambda seen: seen.option("block_size") == 32))
-_rows("blocks of 64 tokens", _all_if(lambda seen: seen.option("block_size") == 64))
+_rows("an odd number of KV heads, three or more", _all_if(lambda batch: batch.option("num_kv_heads") in (3, 5, 7)))
+_rows("windows of more than 32 tokens", _all_if(lambda batch: batch.option("window") > 32))
+_rows("windows of more than 64 tokens", _all_if(lambda batch: batch.option("window") > 64))
+_rows("chunks of more than 40 tokens", _all_if(lambda batch: batch.option("chunk") > 40))
+_rows("more than 20 sink tokens", _all_if(lambda batch: batch.option("num_sink_tokens") > 20))
+_rows("blocks of 32 tokens", _all_if(lambda batch: batch.option("block_size") == 32))
+_rows("blocks of 64 tokens", _all_if(lambda batch: batch.option("block_size") == 64))
 _rows(
     "blocks of more tokens than a window",
-    _all_if(lambda seen: 17 < seen.option("window") < seen.option("block_size")),
+    _all_if(lambda batch: 17 < batch.option("window") < batch.option("block_size")),
 )
-_rows("heads of 96 elements", _all_if(lambda seen: seen.option("head_size") == 96))
-_rows("heads of 80 elements", _all_if(lambda seen: seen.option("head_size") == 80))
+_rows("heads of 96 elements", _all_if(lambda batch: batch.option("head_size") == 96))
+_rows("heads of 80 elements", _all_if(lambda batch: batch.option("head_size") == 80))
 _rows(
     "learned sinks in a decode-only step of many requests",
-    _all_if(lambda seen: bool(seen.layer.query and seen.layer.query.has_sinks) and len(seen.seq_lens) > 20),
+    _all_if(lambda batch: bool(batch.layer.query and batch.layer.query.has_sinks) and len(batch.seq_lens) > 20),
 )
 _rows(
     "a soft cap in a prompt alone",
-    _all_if(lambda seen: bool(seen.layer.query and seen.layer.query.soft_cap) and len(seen.seq_lens) == 1),
+    _all_if(lambda batch: bool(batch.layer.query and batch.layer.query.soft_cap) and len(batch.seq_lens) == 1),
 )
 
 
@@ -147,7 +151,7 @@ class _FarWindow(RightBackend):
 @kind("queries of a long prompt see one tile of 64 too many")
 class _Tiles(RightBackend):
     def visible(self, layer: LayerSpec, common: object, request: int, first: int, seq_len: int) -> torch.Tensor:
-        found = super().visible(layer, common, request, first, seq_len)  # type: ignore[arg-type]
-        if first == 0 and seq_len > 64 and len(found) > 64:
-            found[64:, :1] = False
-        return found
+        mask = super().visible(layer, common, request, first, seq_len)  # type: ignore[arg-type]
+        if first == 0 and seq_len > 64 and len(mask) > 64:
+            mask[64:, :1] = False
+        return mask

@@ -23,9 +23,9 @@ class _Effect(RightBackend):
         pass
 
     def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **options: Any
     ) -> torch.Tensor:
-        output = super().attend(layer, query, kv_cache, metadata, **named)
+        output = super().attend(layer, query, kv_cache, metadata, **options)
         self.effect()
         return output
 
@@ -108,9 +108,9 @@ class _SinksInPlace(RightBackend):
         metadata: Any,
         *,
         sinks: Any = None,
-        **named: Any,
+        **options: Any,
     ) -> torch.Tensor:
-        output = super().attend(layer, query, kv_cache, metadata, sinks=sinks, **named)
+        output = super().attend(layer, query, kv_cache, metadata, sinks=sinks, **options)
         if sinks is not None:
             sinks.mul_(1.5)
         return output
@@ -128,16 +128,16 @@ class _BiasInPlace(RightBackend):
 @kind("it keeps the tensors of every step", missed="the contract sets no limit to memory; a soak run measures it")
 class _KeepsAll(RightBackend):
     def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **options: Any
     ) -> torch.Tensor:
         vars(self).setdefault("all", []).append(query)
-        return super().attend(layer, query, kv_cache, metadata, **named)
+        return super().attend(layer, query, kv_cache, metadata, **options)
 
 
 @kind("one call of a thousand is wrong at random", missed="no fixed number of cases finds what is rare")
 class _Random(RightBackend):
     def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **options: Any
     ) -> torch.Tensor:
-        output = super().attend(layer, query, kv_cache, metadata, **named)
+        output = super().attend(layer, query, kv_cache, metadata, **options)
         return output * 0 if random.Random(id(output)).random() < 1e-3 else output

@@ -80,8 +80,8 @@ class _NarrowOffsets(RightBackend):
 class _NarrowSlots(RightBackend):
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         is_far = slots.blocks * kv_cache["k"].stride(0) >= 1 << 31
-        shown = Slots(slots.flat.masked_fill(is_far, -1), slots.block_size)
-        super().write_kv(key, value, kv_cache, shown)
+        near_slots = Slots(slots.flat.masked_fill(is_far, -1), slots.block_size)
+        super().write_kv(key, value, kv_cache, near_slots)
 
 
 @kind("one new token alone is not written")
@@ -120,15 +120,15 @@ class _Steps(RightBackend):
         return built.block_table
 
     def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **options: Any
     ) -> torch.Tensor:
         built = self.step_of(metadata)
-        if not any(each is built for each in self.steps):
+        if not any(step is built for step in self.steps):
             copied = attrs.evolve(built, block_table=built.block_table.clone())
             self.steps.append(built)
             self.copies = [*getattr(self, "copies", []), copied]
         changed = attrs.evolve(built, block_table=self.table_of(built))
-        return super().attend(layer, query, kv_cache, changed, **named)
+        return super().attend(layer, query, kv_cache, changed, **options)
 
     def before(self, num_steps: int, built: Built) -> torch.Tensor:
         """Return the block table so many steps before, if it can be used."""
@@ -156,21 +156,19 @@ class _ThreeSteps(_Steps):
 
 @kind("a block table is kept while the number of requests and the longest length stay in a block")
 class _KeptTable(_Steps):
-    kept: torch.Tensor | None = None
+    saved_table: torch.Tensor | None = None
     key: Any = None
 
     def table_of(self, built: Built) -> torch.Tensor:
         common = built.common
         key = tuple(common.seq_lens.tolist())
-        if self.key != key or self.kept is None or self.kept.shape != built.block_table.shape:
-            self.key, self.kept = key, built.block_table.clone()
-        return self.kept
+        if self.key != key or self.saved_table is None or self.saved_table.shape != built.block_table.shape:
+            self.key, self.saved_table = key, built.block_table.clone()
+        return self.saved_table
 
 
 @kind("lengths never fall")
 class _LengthsNeverFall(RightBackend):
-    most: torch.Tensor | None = None
-
     def lengths(self, common: CommonAttentionMetadata) -> tuple[list[int], list[int]]:
         starts, lens = super().lengths(common)
         old = getattr(self, "old", [])
@@ -184,12 +182,12 @@ class _LengthsNeverFall(RightBackend):
 
 @kind("after many requests, a batch of a few keeps the rest's first row")
 class _StaleRow(WrongRequests):
-    most = 0
+    max_reqs = 0
 
     def is_wrong(self, layer: LayerSpec, built: Built, request: int, num_new: int, seq_len: int) -> bool:
         num_reqs = len(Counted.of(built.common))
-        self.most = max(self.most, num_reqs)
-        return num_reqs < self.most // 3 and request == 0
+        self.max_reqs = max(self.max_reqs, num_reqs)
+        return num_reqs < self.max_reqs // 3 and request == 0
 
 
 @kind("a request that is alone after others reads the first row of the batch before")
@@ -228,20 +226,20 @@ class _TwoLayers(RightBackend):
         self.caches: dict[str, KVCache] = {}
 
     def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **options: Any
     ) -> torch.Tensor:
         self.caches[layer.name] = kv_cache
         names = [*self.caches]
         index = names.index(layer.name)
-        return super().attend(layer, query, self.caches[names[index % 2]], metadata, **named)
+        return super().attend(layer, query, self.caches[names[index % 2]], metadata, **options)
 
 
 @kind("the fourth layer of an instance is the first again")
 class _ThreeLayers(RightBackend):
     def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **options: Any
     ) -> torch.Tensor:
-        output = super().attend(layer, query, kv_cache, metadata, **named)
+        output = super().attend(layer, query, kv_cache, metadata, **options)
         outputs: dict[str, torch.Tensor] = vars(self).setdefault("outputs", {})
         outputs[layer.name] = output
         names = [*outputs]
@@ -254,16 +252,16 @@ class _OnTheClass(RightBackend):
     built: ClassVar[Any] = None
 
     def make_builder(self) -> AttentionMetadataBuilder:
-        kept = type(self)
+        backend_class = type(self)
 
         class Builder(PlainBuilder):
             def build(self, metadata: CommonAttentionMetadata) -> Built:
                 built = super().build(metadata)
-                kept.built = built
+                backend_class.built = built
                 return built
 
             def refreshed_fields(self, built: Built, metadata: CommonAttentionMetadata) -> Any:
-                kept.built = attrs.evolve(built, common=metadata, block_table=metadata.block_table)
+                backend_class.built = attrs.evolve(built, common=metadata, block_table=metadata.block_table)
                 return super().refreshed_fields(built, metadata)
 
         return Builder()

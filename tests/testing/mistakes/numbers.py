@@ -30,8 +30,8 @@ class _Weights(RightBackend):
         seq_len: int,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        logits, seen, value = self.logits(layer, query, kv_cache, built, request, seq_len, sinks)
-        weights = self.weights(logits)[..., : seen.shape[1]].masked_fill(~seen, 0)
+        logits, visible, value = self.logits(layer, query, kv_cache, built, request, seq_len, sinks)
+        weights = self.weights(logits)[..., : visible.shape[1]].masked_fill(~visible, 0)
         return self.summed(weights, value[:, self.kv_heads(query.shape[1], value.shape[1])])
 
     def summed(self, weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -41,15 +41,15 @@ class _Weights(RightBackend):
 @kind("the largest score is not subtracted")
 class _WithoutMaximum(_Weights):
     def weights(self, logits: torch.Tensor) -> torch.Tensor:
-        found = logits.exp()
-        return found / found.sum(-1, keepdim=True).clamp(min=1e-30)
+        powers = logits.exp()
+        return powers / powers.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
 @kind("masked scores are -100")
 class _SmallMask(_Weights):
     def weights(self, logits: torch.Tensor) -> torch.Tensor:
-        found = logits.clamp(min=-100).softmax(-1)
-        return found.masked_fill((logits == -math.inf).all(-1, keepdim=True), 0)
+        weights = logits.clamp(min=-100).softmax(-1)
+        return weights.masked_fill((logits == -math.inf).all(-1, keepdim=True), 0)
 
 
 @kind("scores are clamped to 60")
@@ -63,8 +63,8 @@ class _MaximumFromZero(_Weights):
     def weights(self, logits: torch.Tensor) -> torch.Tensor:
         if not logits.shape[-1]:
             return logits
-        found = (logits - logits.amax(-1, keepdim=True).clamp(min=0)).exp()
-        return (found / found.sum(-1, keepdim=True)).nan_to_num(0.0)
+        powers = (logits - logits.amax(-1, keepdim=True).clamp(min=0)).exp()
+        return (powers / powers.sum(-1, keepdim=True)).nan_to_num(0.0)
 
 
 @kind("sums begin again after 512 keys")
@@ -72,8 +72,8 @@ class _SumsBeginAgain(_Weights):
     def weights(self, logits: torch.Tensor) -> torch.Tensor:
         if logits.shape[-1] <= 512:
             return super().weights(logits)
-        found = torch.cat([logits[..., :512].softmax(-1), logits[..., 512:].softmax(-1)], -1)
-        return found / 2
+        halves = torch.cat([logits[..., :512].softmax(-1), logits[..., 512:].softmax(-1)], -1)
+        return halves / 2
 
 
 @kind("the soft cap is made of exponentials that overflow")
@@ -103,16 +103,16 @@ class _SeriesOfCap(RightBackend):
 )
 class _HalfSums(RightBackend):
     def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **options: Any
     ) -> torch.Tensor:
         self.dtype = query.dtype
-        return super().attend(layer, query, kv_cache, metadata, **named)
+        return super().attend(layer, query, kv_cache, metadata, **options)
 
     def attend_request(self, layer: LayerSpec, query: torch.Tensor, *arguments: Any) -> torch.Tensor:
         if self.dtype is not torch.float16:
             return super().attend_request(layer, query, *arguments)
-        logits, seen, value = self.logits(layer, query, *arguments)
-        weights = logits.softmax(-1)[..., : seen.shape[1]].masked_fill(~seen, 0).half()
+        logits, visible, value = self.logits(layer, query, *arguments)
+        weights = logits.softmax(-1)[..., : visible.shape[1]].masked_fill(~visible, 0).half()
         value = value[:, self.kv_heads(query.shape[1], value.shape[1])].half()
         total = torch.zeros(query.shape[0], query.shape[1], value.shape[-1], dtype=torch.float16)
         for token in range(value.shape[0]):
@@ -123,10 +123,10 @@ class _HalfSums(RightBackend):
 @kind("scores are in float16 before they are scaled")
 class _HalfScores(RightBackend):
     def attend(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **options: Any
     ) -> torch.Tensor:
         self.is_half = query.dtype is torch.float16
-        return super().attend(layer, query, kv_cache, metadata, **named)
+        return super().attend(layer, query, kv_cache, metadata, **options)
 
     def scores(self, layer: LayerSpec, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         assert layer.query is not None
@@ -149,24 +149,24 @@ class _TensorFloat(RightBackend):
 @kind("distances of ALiBi end at 255")
 class _ShortDistances(RightBackend):
     def bias(self, layer: LayerSpec, first: int, seq_len: int) -> torch.Tensor | None:
-        found = super().bias(layer, first, seq_len)
+        bias = super().bias(layer, first, seq_len)
         assert layer.query is not None
-        if found is None or layer.query.alibi_slopes is None:
-            return found
+        if bias is None or layer.query.alibi_slopes is None:
+            return bias
         slopes = torch.tensor(layer.query.alibi_slopes)[:, None, None]
-        return found.maximum(-255 * slopes)
+        return bias.maximum(-255 * slopes)
 
 
 @kind("the slopes of ALiBi are those of the KV heads, for groups that are no powers of two")
 class _SlopesOfGroups(RightBackend):
     def bias(self, layer: LayerSpec, first: int, seq_len: int) -> torch.Tensor | None:
-        found = super().bias(layer, first, seq_len)
+        bias = super().bias(layer, first, seq_len)
         assert layer.query is not None
         num_kv_heads = getattr(layer.spec, "num_kv_heads", 1)
         group = layer.query.num_heads // num_kv_heads
-        if found is None or layer.query.alibi_slopes is None or group & (group - 1) == 0:
-            return found
-        return found[torch.arange(len(found)) // group * group]
+        if bias is None or layer.query.alibi_slopes is None or group & (group - 1) == 0:
+            return bias
+        return bias[torch.arange(len(bias)) // group * group]
 
 
 class _OtherLse(RightBackend):

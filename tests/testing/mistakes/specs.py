@@ -129,7 +129,7 @@ class _NoParameters(RightSpec):
 @attrs.frozen(kw_only=True)
 class _OtherDtype(RightSpec):
     def state_tensors(self) -> Mapping[str, StateTensor]:
-        return {name: attrs.evolve(each, dtype="bfloat16") for name, each in super().state_tensors().items()}
+        return {name: attrs.evolve(tensor, dtype="bfloat16") for name, tensor in super().state_tensors().items()}
 
 
 @kind("a state lacks its first dimension")
@@ -137,7 +137,7 @@ class _OtherDtype(RightSpec):
 class _WithoutBlocks(RightSpec):
     def state_tensors(self) -> Mapping[str, StateTensor]:
         tensors = super().state_tensors()
-        return {name: StateTensor(each.shape[1:], each.dtype) for name, each in tensors.items()}
+        return {name: StateTensor(tensor.shape[1:], tensor.dtype) for name, tensor in tensors.items()}
 
 
 @kind("a value of head size 16 is stored with 8 elements")

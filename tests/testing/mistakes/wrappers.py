@@ -50,7 +50,7 @@ _wrapper(
 _wrapper(
     "a device field is made on the host from numbers",
     lambda metadata: (
-        {"query_start_loc": torch.tensor([int(each) for each in metadata.query_start_loc_cpu]).int()}
+        {"query_start_loc": torch.tensor([int(start) for start in metadata.query_start_loc_cpu]).int()}
         if metadata.num_reqs < 8
         else {}
     ),
