@@ -70,18 +70,18 @@ def test_halves_of_bodies_use_no_quota(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    "request", [b"", b"POST /v1/completions HTTP/1.1\r\nHost", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"]
+    "payload", [b"", b"POST /v1/completions HTTP/1.1\r\nHost", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"]
 )
-def test_idle_connections_are_closed(serve: Serve, request: bytes) -> None:
+def test_idle_connections_are_closed(serve: Serve, payload: bytes) -> None:
     running = serve({"client_seconds": 1})
     with ExitStack() as stack:
         client = connect(running, stack)
-        client.sendall(request)
+        client.sendall(payload)
         try:
             data = read_all(client)
         except ConnectionResetError:
             data = b""
-        assert request.startswith(b"GET") or data == b""
+        assert payload.startswith(b"GET") or data == b""
         eventually(lambda: not running.server._connections._open)
 
 

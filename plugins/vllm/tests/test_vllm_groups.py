@@ -160,7 +160,7 @@ def test_a_layer_that_is_no_attention_is_refused_as_one_on_a_backend_of_vllms() 
 
 
 @pytest.mark.parametrize(
-    ("request", "reason"),
+    ("selection", "reason"),
     [
         ({"use_sparse": True, "use_mla": True}, "sparse not supported"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
@@ -174,29 +174,29 @@ def test_a_layer_that_is_no_attention_is_refused_as_one_on_a_backend_of_vllms() 
     ],
 )
 def test_layers_that_vllm_may_not_give_to_this_backend_are_refused_with_its_reason(
-    request: dict[str, Any], reason: str
+    selection: dict[str, Any], reason: str
 ) -> None:
     from kvframe_vllm.adapter.hooks import select_backend
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    if unknown := request.keys() - {*AttentionSelectorConfig._fields}:
+    if unknown := selection.keys() - {*AttentionSelectorConfig._fields}:
         pytest.skip(f"this vLLM does not know {', '.join(unknown)}")
-    base_request = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": None}
+    base_selection = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": None}
     with pytest.raises(BackendError, match=rf"does not serve \({reason}\): unset KVFRAME_STACK"):
-        select_backend(object, None, AttentionSelectorConfig(**{**base_request, **request}))
+        select_backend(object, None, AttentionSelectorConfig(**{**base_selection, **selection}))
 
 
 def test_windows_sinks_and_latents_are_served_by_the_class_for_them() -> None:
     from kvframe_vllm.adapter.hooks import select_backend
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    base_request = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 16}
+    base_selection = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 16}
     classes = {
-        select_backend(object, None, AttentionSelectorConfig(**base_request, **request)).rpartition(".")[2]
-        for request in ({}, {"has_sink": True, "has_sliding_window": True}, {"use_kv_connector": True})
+        select_backend(object, None, AttentionSelectorConfig(**base_selection, **selection)).rpartition(".")[2]
+        for selection in ({}, {"has_sink": True, "has_sliding_window": True}, {"use_kv_connector": True})
     }
     assert {"HostedBackend"} == classes
-    latents = select_backend(object, None, AttentionSelectorConfig(**base_request, use_mla=True))
+    latents = select_backend(object, None, AttentionSelectorConfig(**base_selection, use_mla=True))
     assert "kvframe_vllm.adapter.backend.HostedLatentBackend" == latents
 
 
