@@ -17,7 +17,6 @@ from kvframe.contract.backend import KVCache, MoreInputs
 from kvframe.contract.choice import ChosenTokens, find_chosen
 from kvframe.contract.errors import BackendError, PluginError
 from kvframe.contract.formats import PLAIN
-from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.foreign import call
@@ -97,6 +96,7 @@ class AttentionLayer:
         *,
         chosen: ChosenTokens | None = None,
         inputs: KVCache | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the step's keys and values, and attend.
 
@@ -109,57 +109,27 @@ class AttentionLayer:
             sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
             chosen: The tokens that are chosen for each query; None unless the layer's query side has a ``choice``.
             inputs: The further inputs of the layer's type, by name; None for none.
+            lse: ``[num_rows, num_heads], device``: where the log-sum-exp is written, in ``lse_dtype`` of the query's
+                dtype; None unless the layer is merged.
 
         Returns:
             ``[num_rows, num_heads, head_size_v], device``.
 
         Raises:
             BackendError: As ``write`` and ``attend`` raise it; or the chosen tokens or the inputs are not those of the
-                layer (``wrong_input``).
+                layer, or its query side does not say that it is merged (``wrong_input``).
         """
-        step = self.step.read
-        self.write(key, value, self.kv_cache, step)
-        if self._has_more or chosen is not None or inputs is not None:
-            more = self._more(chosen, inputs or {}, key, value, step)
-            return self.attend(query, self.kv_cache, step, sinks, more=more)
-        return self.attend(query, self.kv_cache, step, sinks)
-
-    def with_lse(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        *,
-        chosen: ChosenTokens | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the step's keys and values, attend, and return the log-sum-exp too.
-
-        Args:
-            query: As for a call.
-            key: As for a call.
-            value: As for a call.
-            sinks: As for a call; None also for a layer with sinks, if another part has them.
-            chosen: As for a call.
-
-        Returns:
-            As a call does, and ``[num_rows, num_heads], device``.
-
-        Raises:
-            BackendError: As for a call; or the layer's query side does not say that it is merged (``wrong_input``).
-        """
-        if not self._merged:
+        if lse is not None and not self._merged:
             raise BackendError(
                 f"layer {self.spec.name!r} is not specified as merged, so its backend may return no log-sum-exp",
                 code="wrong_input",
             )
         step = self.step.read
         self.write(key, value, self.kv_cache, step)
-        more = None
-        if self._has_more or chosen is not None:
-            more = self._more(chosen, {}, key, value, step)
-        lse = query.new_empty(query.shape[:2], dtype=lse_dtype(query.dtype))
-        return self.attend(query, self.kv_cache, step, sinks, lse=lse, more=more), lse
+        if self._has_more or chosen is not None or inputs is not None:
+            more = self._more(chosen, inputs or {}, key, value, step)
+            return self.attend(query, self.kv_cache, step, sinks, lse=lse, more=more)
+        return self.attend(query, self.kv_cache, step, sinks, lse=lse)
 
     def write(
         self, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache, step: GroupMetadata
@@ -373,13 +343,6 @@ class QueryStoringLayer(AttentionLayer):
         """Store the step's queries, and attend."""
         self._entries[QUERY].step.write(query=query)
         return super().__call__(query, *tensors, **keywords)
-
-    def with_lse(
-        self, query: torch.Tensor, *tensors: torch.Tensor | None, **keywords: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the step's queries, and attend."""
-        self._entries[QUERY].step.write(query=query)
-        return super().with_lse(query, *tensors, **keywords)
 
 
 def stores_queries(layer: LayerSpec) -> bool:

@@ -67,27 +67,18 @@ class Attend(Protocol):
         *,
         chosen: ChosenTokens | None = None,
         inputs: Mapping[str, torch.Tensor] | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend: ``[num_rows, num_heads, head_size]`` to ``[num_rows, num_heads, head_size_v]``, device.
 
         ``chosen`` is given to a layer whose query side has a ``choice``, and ``inputs`` to one whose description names
-        inputs.
+        inputs. The log-sum-exp is written to ``lse``, ``[num_rows, num_heads], device``, in ``lse_dtype`` of the
+        query's dtype; it is given to a layer whose query side says that the model merges it.
         """
 
 
 class AttachedLayer(Attend, Protocol):
     """One attention layer of the host that serves a model."""
-
-    def with_lse(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        *,
-        chosen: ChosenTokens | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend, and return the log-sum-exp too, ``[num_rows, num_heads]``: for a layer that the model merges."""
 
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Take the learned tensors of the layer's attention, once, before the first step."""

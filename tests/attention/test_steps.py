@@ -99,6 +99,15 @@ def test_a_layer_that_is_called_with_other_shapes_than_its_own_is_refused_before
     assert "wrong_input" == refused.value.code
 
 
+def test_the_log_sum_exp_of_a_layer_that_is_not_merged_is_refused() -> None:
+    bench = Bench([layer("full", full())])
+    bench.attention.begin_step(bench.metadata(SINGLE_TOKENS))
+    query, key, value, lse = tensors((3, 2, 4), (3, 1, 4), (3, 1, 4), (3, 2))
+    with pytest.raises(BackendError, match="layer 'full' is not specified as merged") as refused:
+        bench.attention["full"](query, key, value, lse=lse)
+    assert "wrong_input" == refused.value.code
+
+
 def test_memory_for_an_output_that_no_kernel_can_write_to_is_refused() -> None:
     bench = Bench([layer("full", full())])
     bench.attention.begin_step(bench.metadata(SINGLE_TOKENS))

@@ -7,7 +7,6 @@ compute attention without pages, backends and wrappers: over all of its tokens, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -133,10 +132,6 @@ class _DenseLayer:
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Take nothing: the layer has no learned bias."""
 
-    def with_lse(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Raise: a layer that is merged runs on its pages."""
-        raise NotImplementedError("dense layers are not merged")
-
     def __call__(
         self,
         query: torch.Tensor,
@@ -146,8 +141,9 @@ class _DenseLayer:
         *,
         chosen: ChosenTokens | None = None,
         inputs: Mapping[str, torch.Tensor] | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend from position 0 on: ``[num_tokens, num_heads, head_size]``."""
+        """Attend from position 0 on: ``[num_tokens, num_heads, head_size]``. A layer that is merged is not dense."""
         layer = self._layer
         assert layer.spec is not None
         assert layer.query is not None

@@ -39,13 +39,11 @@ class _RecordingLayer:
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Take no parameters."""
 
-    def __call__(self, query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, *_: Any, lse: torch.Tensor | None = None, **__: Any) -> torch.Tensor:
         self._num_rows[self._layer.name] = len(query)
+        if lse is not None:
+            lse.zero_()
         return query.new_zeros(*query.shape[:2], value_size(self._layer))
-
-    def with_lse(self, query: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return zeros, and zeros as their log-sum-exp."""
-        return self(query), query.new_zeros(query.shape[:2], dtype=torch.float32)
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -17,6 +17,7 @@ from kvframe.contract import (
     ChosenTokens,
     LayerDescription,
     ModelError,
+    lse_dtype,
     merge_attention,
 )
 from kvframe_transformers.by_content import ByContent
@@ -186,8 +187,10 @@ def _run_attention(
     rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     if route.merged:
         assert step.by_content is not None
-        parts = [route.layer.with_lse(*rows, s_aux), step.by_content.compressors.attend(module, rows[0], route.scale)]
-        return merge_attention(*zip(*parts, strict=True))[0].unsqueeze(0), None
+        lse = rows[0].new_empty(rows[0].shape[:2], dtype=lse_dtype(rows[0].dtype))
+        own_output = route.layer(*rows, s_aux, lse=lse)
+        output, other_lse = step.by_content.compressors.attend(module, rows[0], route.scale)
+        return merge_attention([own_output, output], [lse, other_lse])[0].unsqueeze(0), None
     return _attend(step, route, *rows, s_aux, choice).unsqueeze(0), None
 
 
