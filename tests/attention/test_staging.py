@@ -34,7 +34,7 @@ from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.description import ModelDescription
 from kvframe.contract.formats import PLAIN, KVFormat
-from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.metadata import RANGE_ENDS, Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.specs import LayerSpec
 from kvframe.loading.plugins import load_plugins
@@ -232,8 +232,8 @@ def test_a_builder_that_copies_by_itself_makes_nobody_wait(requests: list[tuple[
 
 
 def test_extensions_with_a_host_copy_go_along() -> None:
-    host = torch.zeros(len(MIXED), dtype=torch.int32)
-    extensions = {"num_prompt_tokens": Extension(host.to(META), Axis.REQUEST, host)}
+    host = torch.zeros(sum(num_new for _, num_new in MIXED), dtype=torch.int32)
+    extensions = {RANGE_ENDS: Extension(host.to(META), Axis.TOKEN, host)}
     assert 1 == len(copies_of_a_step("torch_reference", MIXED, extensions=extensions))
 
 
