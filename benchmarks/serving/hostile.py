@@ -101,14 +101,14 @@ def client(server: ServerProcess) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=FRIENDLY_KEY, max_retries=0, timeout=60)
 
 
-def asked(prompt: str) -> dict[str, Any]:
-    """Return a greedy request."""
+def fields(prompt: str) -> dict[str, Any]:
+    """Return the fields of a greedy request."""
     return {"model": "tiny", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
 
 
 async def complete(client: openai.AsyncOpenAI, prompt: str) -> str:
     """Return a whole answer."""
-    answer = await client.completions.create(**asked(prompt))
+    answer = await client.completions.create(**fields(prompt))
     return str(answer.choices[0].text)
 
 
@@ -172,7 +172,7 @@ async def suffer(server: ServerProcess, attacked: Attack, right_answers: Mapping
 async def come_and_go(server: ServerProcess, way: str, prompt: str) -> str | None:
     """Be one client of the soak; return its answer, if it read all of it."""
     if way in ("resets", "half"):
-        data = request({**asked(prompt), "stream": True}).replace(HOSTILE_KEY.encode(), FRIENDLY_KEY.encode())
+        data = request({**fields(prompt), "stream": True}).replace(HOSTILE_KEY.encode(), FRIENDLY_KEY.encode())
         if way == "half":
             _, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(data[: len(data) // 2])
@@ -187,7 +187,7 @@ async def come_and_go(server: ServerProcess, way: str, prompt: str) -> str | Non
         if way == "whole":
             return await complete(ours, prompt)
         text = ""
-        async with await ours.completions.create(**asked(prompt), stream=True) as stream:
+        async with await ours.completions.create(**fields(prompt), stream=True) as stream:
             async for part in stream:
                 text += part.choices[0].text if part.choices else ""
                 if way == "leaves":

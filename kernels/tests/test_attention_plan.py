@@ -68,7 +68,7 @@ STEPS = {
 }
 
 
-def drawn(seed: int) -> Batch:
+def random_step(seed: int) -> Batch:
     """Return a random step of decodes, prompts and requests without new tokens."""
     source = np.random.default_rng(seed)
     num_reqs = (1, 2, 7, 40)[seed % 4]
@@ -78,7 +78,7 @@ def drawn(seed: int) -> Batch:
     return batch(query_lens.tolist(), seq_lens.tolist(), padding=int(source.choice([0, 1, 70])))
 
 
-ALL_STEPS = {**STEPS, **{f"drawn {seed}": drawn(seed) for seed in range(12)}}
+ALL_STEPS = {**STEPS, **{f"drawn {seed}": random_step(seed) for seed in range(12)}}
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -49,7 +49,7 @@ def check(
         assert same_bits(expected_pool, pool), part
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -57,24 +57,24 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_the_bits_are_those_of_the_reference(name: str, dtype: torch.dtype) -> None:
     for tokens, heads, size_k, size_v in ((1, 1, 8, 8), (7, 2, 40, 20), (17, 3, 128, 128), (5, 1, 6, 10)):
-        key, value = 3 * drawn(tokens, heads, size_k), 5 * drawn(tokens, heads, size_v, seed=1)
+        key, value = 3 * noise(tokens, heads, size_k), 5 * noise(tokens, heads, size_v, seed=1)
         check(name, key.to(dtype), value.to(dtype), torch.float32 if dtype == torch.float64 else dtype)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_threads_change_nothing(name: str) -> None:
     torch.set_num_threads(3)
-    check(name, drawn(100, 2, 16), drawn(100, 2, 16, seed=1))
+    check(name, noise(100, 2, 16), noise(100, 2, 16, seed=1))
     torch.set_num_threads(1)
 
 
 def test_a_cache_of_fewer_bits_rounds() -> None:
-    check("plain", drawn(9, 2, 16), drawn(9, 2, 16, seed=1), torch.bfloat16)
+    check("plain", noise(9, 2, 16), noise(9, 2, 16, seed=1), torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_zeros_extremes_and_what_is_no_number(name: str) -> None:
-    key = drawn(8, 2, 8)
+    key = noise(8, 2, 8)
     key[0], key[1, 0], key[2, 1] = 0, 1e-44, 3e38
     key[3, 0, 3], key[4, 1, 0], key[5, 0, 7] = float("nan"), float("inf"), -float("inf")
     key[6], key[7] = 7.25, -key[7].abs()
@@ -92,7 +92,7 @@ def test_every_boundary_of_eight_bit_floats() -> None:
 
 
 def test_one_scale_for_all_divides_before_it_rounds() -> None:
-    check("fp8_tensor", 30 * drawn(9, 2, 16), 30 * drawn(9, 2, 16, seed=1), k_scale=0.3, v_scale=7.0)
+    check("fp8_tensor", 30 * noise(9, 2, 16), 30 * noise(9, 2, 16, seed=1), k_scale=0.3, v_scale=7.0)
 
 
 def test_ties_go_to_the_even_code() -> None:
@@ -104,7 +104,7 @@ def test_ties_go_to_the_even_code() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_tokens_are_no_work(name: str) -> None:
-    check(name, drawn(0, 2, 8), drawn(0, 2, 8))
+    check(name, noise(0, 2, 8), noise(0, 2, 8))
 
 
 def test_what_cannot_be_written_is_refused() -> None:
@@ -113,6 +113,6 @@ def test_what_cannot_be_written_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"pages are torch\.float64; in the plain format the kernels write torch\.float32"
     ):
-        write_kv(drawn(1, 2, 8), drawn(1, 2, 8), pools("plain", 2, (8, 8), torch.float64)[1], (none, none))
+        write_kv(noise(1, 2, 8), noise(1, 2, 8), pools("plain", 2, (8, 8), torch.float64)[1], (none, none))
     with pytest.raises(ValueError, match="elements of k must be adjacent in its pages, not 2 apart"):
-        write_kv(drawn(1, 2, 4), drawn(1, 2, 8), {**kv_cache, "k": kv_cache["k"][..., ::2]}, (none, none))
+        write_kv(noise(1, 2, 4), noise(1, 2, 8), {**kv_cache, "k": kv_cache["k"][..., ::2]}, (none, none))

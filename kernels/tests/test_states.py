@@ -61,23 +61,23 @@ def _is_expanded(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and 0 in value.stride()
 
 
-def drawn(*shape: int) -> torch.Tensor:
+def noise(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
 
 
 def mamba_inputs(width: int, state_size: int, rows: int = 3) -> list[torch.Tensor | None]:
     return [
-        drawn(rows, 1, width),
-        2 * drawn(rows, 1, width) - 1,
-        -drawn(1, width, state_size).exp(),
-        drawn(rows, 1, state_size),
-        drawn(rows, 1, state_size),
+        noise(rows, 1, width),
+        2 * noise(rows, 1, width) - 1,
+        -noise(1, width, state_size).exp(),
+        noise(rows, 1, state_size),
+        noise(rows, 1, state_size),
     ]
 
 
 @pytest.mark.parametrize(("places", "width", "state_size"), cover_values(PLACES, [(8, 4), (37, 5), (300, 16)]))
 def test_a_step_of_mamba(places: str, width: int, state_size: int) -> None:
-    inputs = [*mamba_inputs(width, state_size), drawn(1, width), drawn(3, 1, width), drawn(1, width)]
+    inputs = [*mamba_inputs(width, state_size), noise(1, width), noise(3, 1, width), noise(1, width)]
     shape = 1, width, state_size
     run(selective_state_update, selective_state_update_reference, shape, places, *inputs, softplus=True)
 
@@ -88,14 +88,14 @@ def test_a_step_of_mamba(places: str, width: int, state_size: int) -> None:
 )
 def test_a_step_of_mamba_2(places: str, heads: int, groups: int, head_size: int, state_size: int) -> None:
     inputs = [
-        drawn(3, heads, head_size),
-        (2 * drawn(3, heads, 1)).expand(-1, -1, head_size),
-        -drawn(heads, 1, 1).exp().expand(-1, head_size, state_size),
-        drawn(3, groups, state_size),
-        drawn(3, groups, state_size),
-        drawn(heads, 1).expand(-1, head_size),
+        noise(3, heads, head_size),
+        (2 * noise(3, heads, 1)).expand(-1, -1, head_size),
+        -noise(heads, 1, 1).exp().expand(-1, head_size, state_size),
+        noise(3, groups, state_size),
+        noise(3, groups, state_size),
+        noise(heads, 1).expand(-1, head_size),
         None,
-        drawn(heads, 1).expand(-1, head_size),
+        noise(heads, 1).expand(-1, head_size),
     ]
     shape = heads, head_size, state_size
     run(selective_state_update, selective_state_update_reference, shape, places, *inputs, softplus=True)
@@ -103,14 +103,14 @@ def test_a_step_of_mamba_2(places: str, heads: int, groups: int, head_size: int,
 
 def test_a_bias_of_its_own_for_each_element_of_a_head() -> None:
     inputs = [
-        drawn(3, 4, 8),
-        drawn(3, 4, 1).expand(-1, -1, 8),
-        -drawn(4, 1, 1).exp().expand(-1, 8, 16),
-        drawn(3, 1, 16),
-        drawn(3, 1, 16),
+        noise(3, 4, 8),
+        noise(3, 4, 1).expand(-1, -1, 8),
+        -noise(4, 1, 1).exp().expand(-1, 8, 16),
+        noise(3, 1, 16),
+        noise(3, 1, 16),
         None,
         None,
-        drawn(4, 8),
+        noise(4, 8),
     ]
     run(selective_state_update, selective_state_update_reference, (4, 8, 16), "in place", *inputs, softplus=True)
 
@@ -119,7 +119,7 @@ def test_a_bias_of_its_own_for_each_element_of_a_head() -> None:
     ("left_out", "softplus"), cover_values([((),), ((5,),), ((6,),), ((7,),), ((5, 6, 7),)], [True, False])
 )
 def test_what_a_layer_has_not_is_left_out(left_out: tuple[int, ...], softplus: bool) -> None:
-    inputs: list[Any] = [*mamba_inputs(12, 4), drawn(1, 12), drawn(3, 1, 12), drawn(1, 12)]
+    inputs: list[Any] = [*mamba_inputs(12, 4), noise(1, 12), noise(3, 1, 12), noise(1, 12)]
     inputs[1] = inputs[1].abs()
     inputs = [None if index in left_out else value for index, value in enumerate(inputs)]
     shape = 1, 12, 4
@@ -157,7 +157,7 @@ def test_states_of_fewer_bits_are_computed_in_float32() -> None:
     cover_values(PLACES, [(8, 4, 4), (37, 3, 4), (600, 4, 3), (5, 2, 2)], [True, False], times=2),
 )
 def test_a_step_of_a_convolution(places: str, channels: int, inputs: int, width: int, with_bias: bool) -> None:
-    arguments = [drawn(3, channels), drawn(channels, width), drawn(channels) if with_bias else None]
+    arguments = [noise(3, channels), noise(channels, width), noise(channels) if with_bias else None]
     run(conv_update, conv_update_reference, (channels, inputs), places, *arguments, silu=with_bias)
 
 
@@ -169,11 +169,11 @@ def test_a_step_of_the_gated_delta_rule(
     places: str, heads: int, key_heads: int, key_size: int, value_size: int, per_channel: bool, normalise: bool
 ) -> None:
     inputs = [
-        drawn(3, key_heads, key_size),
-        drawn(3, key_heads, key_size) * key_size**-0.5,
-        drawn(3, heads, value_size),
-        -drawn(3, heads, key_size).abs() if per_channel else -drawn(3, heads).abs(),
-        drawn(3, heads).sigmoid(),
+        noise(3, key_heads, key_size),
+        noise(3, key_heads, key_size) * key_size**-0.5,
+        noise(3, heads, value_size),
+        -noise(3, heads, key_size).abs() if per_channel else -noise(3, heads).abs(),
+        noise(3, heads).sigmoid(),
         key_size**-0.5,
     ]
     shape = heads, key_size, value_size

@@ -67,7 +67,7 @@ def check(
         assert same_bits(expected_pool, pool.cpu()), part
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -76,21 +76,21 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     cover_values(FORMATS, [(1, 1, 8, 8), (7, 2, 40, 20), (17, 3, 128, 128), (5, 1, 6, 10)], times=2),
 )
 def test_the_bits_are_those_of_the_reference(name: str, tokens: int, heads: int, size_k: int, size_v: int) -> None:
-    check(name, 3 * drawn(tokens, heads, size_k), 5 * drawn(tokens, heads, size_v, seed=1))
+    check(name, 3 * noise(tokens, heads, size_k), 5 * noise(tokens, heads, size_v, seed=1))
 
 
 @pytest.mark.parametrize(("name", "dtype"), cover_values(FORMATS, [torch.float16, torch.bfloat16]))
 def test_keys_and_values_of_any_dtype_are_stored(name: str, dtype: torch.dtype) -> None:
-    check(name, drawn(9, 2, 16).to(dtype), drawn(9, 2, 16, seed=1).to(dtype), dtype)
+    check(name, noise(9, 2, 16).to(dtype), noise(9, 2, 16, seed=1).to(dtype), dtype)
 
 
 def test_a_cache_of_fewer_bits_rounds() -> None:
-    check("plain", drawn(9, 2, 16), drawn(9, 2, 16, seed=1), torch.float16)
+    check("plain", noise(9, 2, 16), noise(9, 2, 16, seed=1), torch.float16)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_zeros_extremes_and_what_is_no_number(name: str) -> None:
-    key = drawn(8, 2, 8)
+    key = noise(8, 2, 8)
     key[0], key[1, 0], key[2, 1] = 0, 1e-44, 3e38
     key[3, 0, 3], key[4, 1, 0], key[5, 0, 7] = float("nan"), float("inf"), -float("inf")
     key[6], key[7] = 7.25, -key[7].abs()
@@ -109,7 +109,7 @@ def test_every_boundary_of_eight_bit_floats() -> None:
 
 
 def test_one_scale_for_all_divides_before_it_rounds() -> None:
-    check("fp8_tensor", 30 * drawn(9, 2, 16), 30 * drawn(9, 2, 16, seed=1), k_scale=0.3, v_scale=7.0)
+    check("fp8_tensor", 30 * noise(9, 2, 16), 30 * noise(9, 2, 16, seed=1), k_scale=0.3, v_scale=7.0)
 
 
 def test_ties_go_to_the_even_code() -> None:
