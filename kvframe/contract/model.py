@@ -391,7 +391,8 @@ def _decode_again(
     decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]
 ) -> Callable[[Sequence[int], bool], str]:
     """Return a function that decodes the prompt and all tokens so far, and returns what is new at the end."""
-    tokens, prompt, num_shown = [*token_ids], decode(token_ids), -1
+    tokens = [*token_ids]
+    prompt, num_shown = decode(tokens), -1
 
     def decode_next(new_tokens: Sequence[int], final: bool) -> str:
         nonlocal num_shown

@@ -7,6 +7,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -411,6 +412,12 @@ class KVCacheSpec(Growing, ABC):
             yield from ((n, end - n) for n in {min_start, end - 1, *near} if min_start <= n < end)
 
 
+@functools.lru_cache(maxsize=1 << 10)
+def _stored_in(kv_format: KVFormat, *sizes: Any) -> Mapping[str, StateTensor]:
+    """Ask a format, once for each of the sizes: pages are laid out by its answer, so a later one must not differ."""
+    return kv_format.state_tensors(*sizes)
+
+
 @attrs.frozen(kw_only=True)
 class AttentionSpec(KVCacheSpec, Growing, ABC):
     """State that is one key and one value vector per token and KV head: the base of attention types.
@@ -446,9 +453,7 @@ class AttentionSpec(KVCacheSpec, Growing, ABC):
 
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Return what the format makes of the sizes."""
-        return self.format.state_tensors(
-            self.block_size, self.num_kv_heads, self.head_size, self.head_size_v, self.dtype
-        )
+        return _stored_in(self.format, self.block_size, self.num_kv_heads, self.head_size, self.head_size_v, self.dtype)
 
     def check_query(self, query: QuerySpec) -> None:
         """Refuse queries whose heads or choices cannot share the key heads evenly, or of another size than keys."""

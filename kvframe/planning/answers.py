@@ -72,18 +72,25 @@ def ask_mask(spec: KVCacheSpec) -> AttentionMask | None:
 def ask_state_tensors(spec: KVCacheSpec) -> Mapping[str, StateTensor]:
     """Return ``spec.state_tensors()``; raise ``SpecError`` if it raises, is wrong, or is another one the next time."""
     tensors = ask(spec, "state_tensors()", spec.state_tensors)
-    if not isinstance(tensors, Mapping) or not all(
-        isinstance(name, str) and isinstance(tensor, StateTensor) and _is_shape(tensor.shape)
-        for name, tensor in tensors.items()
-    ):
-        right_answer = "a mapping of names to StateTensors whose shapes are tuples of int of at least 1"
-        raise wrong_answer(spec, "state_tensors()", tensors, right_answer)
+    if not are_state_tensors(tensors):
+        raise wrong_answer(spec, "state_tensors()", tensors, STATE_TENSORS)
     second_tensors = ask(spec, "state_tensors()", spec.state_tensors)
     if second_tensors != tensors:
         raise wrong_answer(
             spec, "state_tensors()", second_tensors, f"{safe_repr(tensors)}, as when it was asked before"
         )
     return tensors
+
+
+STATE_TENSORS = "a mapping of names to StateTensors whose shapes are tuples of int of at least 1"
+
+
+def are_state_tensors(value: object) -> bool:
+    """Return whether a value is as ``STATE_TENSORS`` says."""
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(tensor, StateTensor) and _is_shape(tensor.shape)
+        for name, tensor in value.items()
+    )
 
 
 def _is_shape(shape: object) -> bool:

@@ -20,8 +20,8 @@ from kvframe.contract.errors import (
 )
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec
-from kvframe.foreign import call
-from kvframe.planning.answers import ask, ask_state_tensors
+from kvframe.foreign import call, safe_repr
+from kvframe.planning.answers import STATE_TENSORS, are_state_tensors, ask, ask_state_tensors
 from kvframe.planning.groups import num_rollback_states
 from kvframe.planning.spec_check import check_prompt_budget
 
@@ -189,11 +189,9 @@ def _in_format(spec: KVCacheSpec, kv_format: KVFormat | None, default: KVFormat)
     if spec.kv_format != PLAIN:
         label = f"KV format {spec.kv_format.name!r}"
         # Raises for sizes and dtypes that the format cannot store.
-        call(f"{label}: state_tensors()", spec.state_tensors, passes=(KVFrameError,))
-        try:
-            ask_state_tensors(spec)
-        except SpecError as error:
-            raise SpecError(f"{label}: {error}") from error
+        tensors = call(f"{label}: state_tensors()", spec.state_tensors, passes=(KVFrameError,))
+        if not are_state_tensors(tensors):
+            raise SpecError(f"{label}: state_tensors() is {safe_repr(tensors)}; expected {STATE_TENSORS}")
     return spec
 
 

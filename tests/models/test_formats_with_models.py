@@ -6,7 +6,7 @@ So pages are stored, hit, moved and copied correctly, for any rounding of the fo
 from __future__ import annotations
 
 import functools
-from itertools import cycle, product
+from itertools import product
 from typing import Any, ClassVar
 
 import attrs
@@ -239,34 +239,23 @@ def test_a_format_without_state_tensors_is_refused_at_the_start(models: Any) -> 
         model.engine(format="silent")
 
 
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        (((4,), (5,)), r"gives .*\(4,\).* the first time and .*\(5,\).* the second time; it has to give the same"),
-        (([4], [4]), r"has the shape \[4\]; a shape is a tuple of whole numbers from 1 on"),
-        ((5, 5), r"has the shape 5; a shape is a tuple of whole numbers from 1 on"),
-    ],
-    ids=["changes", "list", "number"],
-)
-def test_a_format_with_wrong_or_changing_shapes_is_refused_at_the_start(models: Any, shapes: Any, message: str) -> None:
-    answers = cycle(shapes)
-
-    class Unsteady(PlainFormat):
-        name: ClassVar[str] = "unsteady"
+@pytest.mark.parametrize("shape", [[4], 5])
+def test_a_format_with_wrong_shapes_is_refused_at_the_start(models: Any, shape: Any) -> None:
+    class Misshapen(PlainFormat):
+        name: ClassVar[str] = "misshapen"
 
         def state_tensors(self, *sizes: Any) -> Any:
-            shape = next(answers)
             return {"k": StateTensor(shape, "float32"), "v": StateTensor(shape, "float32")}
 
-    registry = load_plugins(plugins=[plugin("theirs", formats={"unsteady": Unsteady})]).registry
+    registry = load_plugins(plugins=[plugin("theirs", formats={"misshapen": Misshapen})]).registry
     model = attrs.evolve(models("llama"), registry=registry)
-    with pytest.raises(SpecError, match=rf"KV format 'unsteady': .*{message}"):
-        model.engine(format="unsteady")
+    message = r"KV format 'misshapen': state_tensors\(\) is .*; expected .* shapes are tuples of int of at least 1"
+    with pytest.raises(SpecError, match=message):
+        model.engine(format="misshapen")
 
 
-@pytest.mark.parametrize("num_alike", [2, 9, 12, 16])
 @pytest.mark.parametrize("later", [None, {"k": StateTensor((1,), "int8")}], ids=["none", "other"])
-def test_a_format_is_asked_at_the_start_only(models: Any, num_alike: int, later: Any) -> None:
+def test_a_format_is_asked_once_for_each_of_the_sizes(models: Any, later: Any) -> None:
     calls: list[Any] = []
 
     class Changing(PlainFormat):
@@ -274,7 +263,7 @@ def test_a_format_is_asked_at_the_start_only(models: Any, num_alike: int, later:
 
         def state_tensors(self, *sizes: Any) -> Any:
             calls.append(sizes)
-            return PlainFormat().state_tensors(*sizes) if len(calls) <= num_alike else later
+            return later if calls.count(sizes) > 1 else PlainFormat().state_tensors(*sizes)
 
     registry = load_plugins(plugins=[plugin("theirs", formats={"changing": Changing})]).registry
     model = attrs.evolve(models("llama"), registry=registry)
@@ -282,7 +271,7 @@ def test_a_format_is_asked_at_the_start_only(models: Any, num_alike: int, later:
     with model.engine() as plain:
         expected_tokens = plain.generate([[1, 2, 3]], params)[0].token_ids
     with model.engine(format="changing") as engine:
-        assert (expected_tokens, 2) == (engine.generate([[1, 2, 3]], params)[0].token_ids, len(calls))
+        assert (expected_tokens, 1) == (engine.generate([[1, 2, 3]], params)[0].token_ids, len(calls))
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
