@@ -465,7 +465,7 @@ def _check_bound(store: PageStore) -> str | None:
 
 @contextmanager
 def _writing(*jobs: Job) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start a process for each job, and wait until its store is open; processes that are left over are killed."""
+    """Start a process for each job; all begin once every store is open. Processes that are left over are killed."""
     command = [sys.executable, "-m", "kvframe_testing.store_writer"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with contextlib.ExitStack() as stack:
@@ -487,6 +487,9 @@ def _writing(*jobs: Job) -> Iterator[list[subprocess.Popen[bytes]]]:
         for process in processes:
             is_open = _pipe(process.stdout).readline() == b"open\n"
             require(is_open, f"form: open() failed in another process: {_last_line(errors)}")
+        for process in processes:
+            _pipe(process.stdin).write(b"begin\n")
+            _pipe(process.stdin).flush()
         yield processes
         for process in processes:
             is_right = process.wait() in (0, -signal.SIGKILL)

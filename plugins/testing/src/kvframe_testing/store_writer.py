@@ -1,8 +1,8 @@
 """A process that writes records to a page store. Imports the contract alone.
 
 ``python -m kvframe_testing.store_writer`` reads a pickled ``Job`` from its input. It prints a line when the store is
-open, and one after each batch. With ``num_kills``, it starts writers one after the other and kills each; it prints a
-line, and waits for one on its input.
+open, waits for one on its input, so that several processes begin together, and prints one after each batch. With
+``num_kills``, it starts writers one after the other and kills each; it prints a line, and waits for one on its input.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import attrs
 
@@ -74,10 +75,11 @@ def _tell(line: bytes) -> None:
     os.write(1, line)
 
 
-def write_all(job: Job) -> None:
-    """Write what a job says."""
+def write_all(job: Job, begin: Callable[[], object] = lambda: None) -> None:
+    """Write what a job says, after ``begin`` has returned."""
     opened = job.store.open(job.origin)
     _tell(b"open\n")
+    begin()
     order = range(job.num_keys)[:: -1 if job.backwards else 1]
     for round_number in range(job.num_rounds):
         for number, start in enumerate(range(0, job.num_keys, job.batch)):
@@ -93,6 +95,7 @@ def kill_writers(job: Job) -> None:
     """Start writers and kill each at a random moment."""
     job.store.open(job.origin).close()
     _tell(b"open\n")
+    sys.stdin.buffer.readline()
     delays = random.Random(job.seed)
     for kill in range(job.num_kills):
         writer = os.fork()
@@ -108,4 +111,7 @@ def kill_writers(job: Job) -> None:
 
 if __name__ == "__main__":
     job = pickle.load(sys.stdin.buffer)
-    (kill_writers if job.num_kills else write_all)(job)
+    if job.num_kills:
+        kill_writers(job)
+    else:
+        write_all(job, begin=sys.stdin.buffer.readline)
