@@ -162,7 +162,7 @@ def test_a_store_that_fails_costs_hits_only(llama: TinyModel, shelf: Shelf, monk
 def test_a_store_that_never_answers_delays_a_request_only_shortly(
     llama: TinyModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "LEAST_WAIT", 0.05)
+    monkeypatch.setattr(tiers, "LEAST_WAIT", 0.25)
     asked = expected(llama, ASKED)
     with llama.engine(block_size=4, stores=["shelf"]) as engine:
         shelf.gate.clear()
@@ -179,7 +179,7 @@ def test_a_store_that_never_answers_delays_a_request_only_shortly(
 def test_host_memory_is_used_if_a_store_is_late(
     llama: TinyModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "LEAST_WAIT", 0.05)
+    monkeypatch.setattr(tiers, "LEAST_WAIT", 0.25)
     asked = expected(llama, ASKED[:1])
     with small_engine(llama, stores=["shelf"], host_memory="4MiB") as engine:
         assert asked == tokens(engine, ASKED[:1])
