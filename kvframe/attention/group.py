@@ -13,10 +13,10 @@ from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError, PluginError
+from kvframe.contract.foreign import call
 from kvframe.contract.metadata import RANGE_ENDS
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse
-from kvframe.foreign import call
 from kvframe.loading.claims import check_declared
 from kvframe.planning.groups import Grouping
 from kvframe.selection.choice import Choice, Identity, WrapperChain, chain_capture

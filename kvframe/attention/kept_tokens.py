@@ -9,8 +9,8 @@ import torch
 
 from kvframe.contract.backend import KVCache
 from kvframe.contract.errors import SpecError
+from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
-from kvframe.foreign import call, safe_repr
 from kvframe.planning.answers import ask_live_ranges
 from kvframe.planning.groups import Grouping
 

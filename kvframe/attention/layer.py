@@ -16,10 +16,10 @@ from kvframe.attention.returned import step_failure
 from kvframe.contract.backend import KVCache, MoreInputs
 from kvframe.contract.choice import ChosenTokens, find_chosen
 from kvframe.contract.errors import BackendError, PluginError
+from kvframe.contract.foreign import call
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
-from kvframe.foreign import call
 from kvframe.planning.answers import ask
 from kvframe.planning.spec_check import QUERY
 

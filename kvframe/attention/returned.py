@@ -12,8 +12,8 @@ import torch
 from kvframe.contract.backend import AttentionMetadataBuilder
 from kvframe.contract.capture import NotReplayableError
 from kvframe.contract.errors import BackendError, KVFrameError, shown
+from kvframe.contract.foreign import safe_text
 from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.foreign import safe_text
 
 BuilderT = TypeVar("BuilderT", bound=AttentionMetadataBuilder)
 

@@ -18,9 +18,9 @@ import torch
 from kvframe.attention.shapes import find_misfit
 from kvframe.attention.values import find_contradiction, find_foreign_id, find_wrong_tensor
 from kvframe.contract.errors import KVFrameError, WrapperError
+from kvframe.contract.foreign import safe_text
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
-from kvframe.foreign import safe_text
 
 MISTAKES = frozenset({"changed_field", "failed", "lost_extension", "wrong_shape", "wrong_value"})
 """Codes of the errors that only a mistake in a wrapper causes."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.contract.errors import RequestError
-from kvframe.foreign import safe_repr
+from kvframe.contract.foreign import safe_repr
 
 _SEQUENCES = frozenset((array, list, tuple))
 SECRET_BYTES = 32

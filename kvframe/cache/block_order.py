@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvframe.cache.hints import HintedPages, Hints, KeptLimit
 from kvframe.contract.errors import PluginError
 from kvframe.contract.eviction import MOST_USES, EvictionPolicy, ReleasedPages
-from kvframe.foreign import call
+from kvframe.contract.foreign import call
 from kvframe.planning.plan import KVCachePlan
 
 BlockIds = npt.NDArray[np.int32]

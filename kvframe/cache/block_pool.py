@@ -25,7 +25,7 @@ from kvframe.cache.hints import NO_HINTS, Hints, KeptLimit
 from kvframe.cache.slabs import Slabs
 from kvframe.contract.errors import PluginError
 from kvframe.contract.eviction import LRU, EvictionPolicy
-from kvframe.foreign import safe_text
+from kvframe.contract.foreign import safe_text
 from kvframe.planning.plan import KVCachePlan
 
 _log = logging.getLogger("kvframe")

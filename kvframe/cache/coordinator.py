@@ -22,7 +22,7 @@ from kvframe.cache.live_range import NEVER, DeathLists, Positions
 from kvframe.cache.prefix_lookup import PrefixHit
 from kvframe.cache.publisher import Publisher
 from kvframe.contract.errors import RequestError
-from kvframe.foreign import safe_repr
+from kvframe.contract.foreign import safe_repr
 
 PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages within the pool, byte by byte: of a group, from some block ids to as many others. It may raise."""

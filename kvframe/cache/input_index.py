@@ -16,7 +16,7 @@ from kvframe.cache.block_order import Groups
 from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
 from kvframe.cache.live_range import Pages
 from kvframe.contract.errors import RequestError
-from kvframe.foreign import safe_repr
+from kvframe.contract.foreign import safe_repr
 from kvframe.planning.plan import PlannedGroup
 
 Namespace = tuple[str, bytes]

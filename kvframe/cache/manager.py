@@ -34,7 +34,7 @@ from kvframe.cache.stats import FoundPrefix, GroupLookups, KVCacheStats
 from kvframe.cache.stored_prefix import PrefixBlocks
 from kvframe.contract.errors import RequestError
 from kvframe.contract.eviction import LRU, EvictionPolicy
-from kvframe.foreign import safe_repr
+from kvframe.contract.foreign import safe_repr
 from kvframe.planning.plan import KVCachePlan
 
 

@@ -18,7 +18,7 @@ from kvframe.cli.guard import run_guarded
 from kvframe.cli.output import keep_output_apart
 from kvframe.cli.render import wants_no_escapes
 from kvframe.contract.errors import PluginError, UnknownNameError
-from kvframe.foreign import call, safe_repr
+from kvframe.contract.foreign import call, safe_repr
 from kvframe.loading.packages import PROVIDERS, provider_of, to_install
 
 _COMMANDS: Mapping[str, str] = {

@@ -20,7 +20,7 @@ from kvframe.cli.options import json_option, read_stack, stack_option
 from kvframe.cli.render import format_bytes, print_facts, print_json, print_reasons, print_table
 from kvframe.cli.store_check import CheckResult, check_publisher, check_stores
 from kvframe.contract.errors import PlanError, PluginError
-from kvframe.foreign import explain_failed_import
+from kvframe.contract.foreign import explain_failed_import
 from kvframe.loading.claims import BUILTIN_OWNER, canonical
 from kvframe.loading.misnamed import find_misnamed
 from kvframe.loading.packages import to_install, to_run_models

@@ -17,7 +17,7 @@ from typing import Any, Self
 import click
 
 from kvframe.contract.errors import KVFrameError, shorten
-from kvframe.foreign import explain_failed_import
+from kvframe.contract.foreign import explain_failed_import
 
 ERROR_EXIT_CODE = 2
 """Exit code for a user's mistake; click uses the same for wrong options."""

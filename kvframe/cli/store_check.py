@@ -10,7 +10,7 @@ import attrs
 from kvframe.cli.guard import joined_lines
 from kvframe.cli.render import format_bytes
 from kvframe.contract.errors import KVFrameError
-from kvframe.foreign import safe_text
+from kvframe.contract.foreign import safe_text
 
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack

@@ -11,9 +11,9 @@ import attrs
 
 from kvframe.contract.errors import KVFrameError, PluginError, StackError, listed, nearest_of, shorten, shown
 from kvframe.contract.eviction import LRU
+from kvframe.contract.foreign import call, safe_reason
 from kvframe.contract.sizes import parse_bytes
 from kvframe.contract.specs import ITEM_BYTES
-from kvframe.foreign import call, safe_reason
 from kvframe.loading.checks import (
     DEVICE,
     GRAPH_SIZES,

@@ -33,8 +33,8 @@ from kvframe.contract.errors import (
     shorten,
     shown,
 )
+from kvframe.contract.files import read_toml
 from kvframe.contract.sizes import parse_bytes
-from kvframe.files import read_toml
 from kvframe.loading.claims import canonical
 from kvframe.loading.plugins import PluginPolicy
 from kvframe.loading.registry import Registry

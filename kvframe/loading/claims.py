@@ -17,7 +17,7 @@ import attrs
 from packaging.version import InvalidVersion, Version
 
 from kvframe.contract.errors import PluginError
-from kvframe.foreign import call, in_one_line, safe_repr
+from kvframe.contract.foreign import call, in_one_line, safe_repr
 from kvframe.loading.targets import find_problem
 
 BUILTIN_OWNER = "kvframe"

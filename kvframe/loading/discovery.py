@@ -23,7 +23,7 @@ import attrs
 
 from kvframe.contract import hookspecs
 from kvframe.contract.errors import PluginError
-from kvframe.foreign import call, in_one_line, safe_repr
+from kvframe.contract.foreign import call, in_one_line, safe_repr
 from kvframe.loading.claims import BUILTIN_OWNER, canonical
 
 GROUP = "kvframe.v1"

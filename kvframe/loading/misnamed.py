@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from difflib import SequenceMatcher
 
 from kvframe.contract.errors import shorten
-from kvframe.foreign import in_one_line
+from kvframe.contract.foreign import in_one_line
 from kvframe.loading.claims import canonical
 from kvframe.loading.discovery import GROUP, distribution_names
 

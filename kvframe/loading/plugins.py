@@ -17,8 +17,8 @@ import attrs
 import pluggy
 
 from kvframe.contract.errors import ContestedNameError, PluginError, StackError, UnknownNameError
+from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.hookspecs import HookSpecs
-from kvframe.foreign import call, safe_repr
 from kvframe.loading.checks import OWNERS, TABLES, TEXTS
 from kvframe.loading.claims import Claim
 from kvframe.loading.discovery import FoundPlugin, find_plugins, is_called

@@ -12,8 +12,8 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 from kvframe.contract.errors import PluginError, SpecError
+from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.specs import TOKENS, AttentionMask, KVCacheSpec, StateTensor, TokenRange, blocks_of
-from kvframe.foreign import call, safe_repr
 
 _MOST_KNOWN = 1 << 14
 """The number of positions whose answers are kept."""

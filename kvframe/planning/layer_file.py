@@ -12,9 +12,9 @@ from typing import Any
 from kvframe.config.options import MODEL_DTYPES
 from kvframe.contract.description import LayerDescription, ModelDescription, ModelShare
 from kvframe.contract.errors import FileError, ModelError, StackError, UnknownNameError, shown
+from kvframe.contract.files import read_json, read_toml
 from kvframe.contract.sizes import parse_bytes
 from kvframe.contract.specs import ENCODER
-from kvframe.files import read_json, read_toml
 from kvframe.loading.checks import MAX_WHOLE
 
 _MAX_LAYERS = 10_000

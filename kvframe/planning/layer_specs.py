@@ -18,9 +18,9 @@ from kvframe.contract.errors import (
     StackError,
     UnknownNameError,
 )
+from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec
-from kvframe.foreign import call, safe_repr
 from kvframe.planning.answers import STATE_TENSORS, are_state_tensors, ask, ask_state_tensors
 from kvframe.planning.groups import num_rollback_states
 from kvframe.planning.spec_check import check_prompt_budget

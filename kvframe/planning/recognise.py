@@ -15,8 +15,8 @@ import attrs
 from kvframe.config.options import MODEL_DTYPES
 from kvframe.contract.description import ModelDescription, ModelShare
 from kvframe.contract.errors import KVFrameError, ModelError, PluginError, nearest_of, shown
-from kvframe.files import reason_of
-from kvframe.foreign import call, safe_repr
+from kvframe.contract.files import reason_of
+from kvframe.contract.foreign import call, safe_repr
 from kvframe.loading.packages import to_install
 from kvframe.planning.layer_file import LayerFiles, is_layer_file, parse_file
 

@@ -10,10 +10,10 @@ import attrs
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import PluginError, WrapperError
+from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
-from kvframe.foreign import call, safe_repr
 from kvframe.selection.refusals import Refusal
 
 WrapperChain = tuple[MetadataWrapper, ...]

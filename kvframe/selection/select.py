@@ -14,9 +14,9 @@ from kvframe.config.options import AUTO, Use
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError, KVFrameError, PluginError, StackError, WrapperError
+from kvframe.contract.foreign import call
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS, MetadataWrapper
-from kvframe.foreign import call
 from kvframe.loading.claims import BUILTIN_OWNER
 from kvframe.loading.packages import to_install
 from kvframe.planning.answers import ask_mask

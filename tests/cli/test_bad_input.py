@@ -16,7 +16,7 @@ import pytest
 from kvframe import Engine
 from kvframe.cli import guard, render
 from kvframe.contract.errors import FileError, ModelError, UnknownNameError, listed, shorten, shown
-from kvframe.files import parse_json, parse_toml, read_bytes, read_json, read_toml
+from kvframe.contract.files import parse_json, parse_toml, read_bytes, read_json, read_toml
 from tests.cli.test_commands import error_of, run
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvframe.contract.errors import PluginError
-from kvframe.foreign import call
+from kvframe.contract.foreign import call
 from tests.loading.fake_distributions import FakeSite
 
 LAYERS = Path(__file__).parents[2] / "examples" / "layers" / "llama_3_1_8b.toml"

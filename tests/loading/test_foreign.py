@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from kvframe.contract.errors import PluginError, SpecError, WrapperError
-from kvframe.foreign import MAX_CHARACTERS, call, in_one_line, safe_repr, safe_text
+from kvframe.contract.foreign import MAX_CHARACTERS, call, in_one_line, safe_repr, safe_text
 
 
 class Own(BaseException):

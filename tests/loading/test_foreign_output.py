@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvframe.foreign import call
+from kvframe.contract.foreign import call
 from tests.loading.fake_distributions import MANIFEST, FakeSite
 
 NOISE = """

@@ -40,7 +40,6 @@ MAX_NAMES_OF_A_HOST = 24
 # The flow of the design, one stage a line. A name stands for a module, or for a package and all its modules.
 FLOW = (
     ("contract",),
-    ("files", "foreign"),
     ("loading",),
     ("engine",),
     ("config",),
@@ -95,9 +94,7 @@ ALSO_TORCH_FREE = (
 
 # What plugins and their tests may import of the core: the names of ``kvframe`` and ``kvframe.routing``, the contract,
 # and what hosts and commands share; and of another distribution that they require: its contract.
-PUBLIC = re.compile(
-    r"kvframe(\.(foreign|files|routing))?|kvframe\.contract(\.\w+)?|kvframe\.cli\.(options|pages|render)"
-)
+PUBLIC = re.compile(r"kvframe(\.routing)?|kvframe\.contract(\.\w+)?|kvframe\.cli\.(options|pages|render)")
 CONTRACT_OF_A_PLUGIN = re.compile(r"(kvframe_\w+)\.contract(\.\w+)?")
 # Plugins that are another plugin in a further environment, and hosts, which share how page stores are used.
 BUILT_ON = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvframe.contract.errors import FileError
-from kvframe.foreign import safe_text
+from kvframe.contract.foreign import safe_text
 
 _DATA = "/*data*/"
 _BEGINNING = b"<!doctype html>"

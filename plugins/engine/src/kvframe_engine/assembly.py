@@ -21,10 +21,10 @@ from kvframe import (
 )
 from kvframe.contract.backend import KVCache, PageCopier
 from kvframe.contract.errors import PluginError, StackError
+from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.model import LoadedModel, PredictionHeads
 from kvframe.contract.specs import LayerSpec
-from kvframe.foreign import call, safe_repr
 from kvframe_engine.drafts import draft_views, load_draft, setup_of_draft
 from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.ranks.agreement import agree

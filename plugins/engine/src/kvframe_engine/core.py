@@ -15,8 +15,8 @@ from kvframe_stores import choose_secret
 
 from kvframe import Choice, KVCachePlan, Setup, Stack, load_model
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError, shown
+from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel
-from kvframe.foreign import refuse_exit
 from kvframe_engine.assembly import Assembly, assemble
 from kvframe_engine.cache_events import CacheEventDelivery, CacheListener
 from kvframe_engine.contract.errors import EngineError

@@ -12,8 +12,8 @@ from kvframe import Drafts, Registry, Setup, Stack, load_model
 from kvframe.contract.backend import KVCache
 from kvframe.contract.description import ModelDescription
 from kvframe.contract.errors import KVFrameError, StackError, shown
+from kvframe.contract.foreign import call
 from kvframe.contract.model import LoadedModel
-from kvframe.foreign import call
 from kvframe_engine.contract.proposer import Proposer
 
 MAX_DRAFTS = 64

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvframe import CacheEvent
 from kvframe.contract import EventPublisher, OpenEventPublisher
-from kvframe.foreign import safe_text
+from kvframe.contract.foreign import safe_text
 from kvframe.routing import to_plain
 
 _log = logging.getLogger("kvframe")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from kvframe import KVCacheManager, Setup
 from kvframe.contract import PageStore
 from kvframe.contract.errors import StackError
+from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel, PredictionHeads
-from kvframe.foreign import refuse_exit
 from kvframe_engine.assembly import Assembly, assemble_plain
 from kvframe_engine.contract.proposer import Proposer
 from kvframe_engine.diagnosis import check_model, compare

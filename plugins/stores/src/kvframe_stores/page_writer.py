@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from kvframe.foreign import safe_text
+from kvframe.contract.foreign import safe_text
 from kvframe_stores.page_records import PageRecords
 from kvframe_stores.sealed_store import SealedStore
 

@@ -10,8 +10,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.contract.foreign import safe_text
 from kvframe.contract.page_store import SEAL_BYTES, OpenPageStore, PageStore
-from kvframe.foreign import safe_text
 from kvframe_stores.page_records import PageRecords
 
 _log = logging.getLogger("kvframe")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from kvframe import Stack
 from kvframe.contract.errors import FileError, StackError, shown
+from kvframe.contract.files import read_bytes
+from kvframe.contract.foreign import safe_reason
 from kvframe.contract.page_store import PageStore
-from kvframe.files import read_bytes
-from kvframe.foreign import safe_reason
 
 SECRET_BYTES = 32
 _MAX_KEY_FILE = 4096

@@ -19,7 +19,7 @@ import attrs
 
 from kvframe.config.options import make_with_options
 from kvframe.contract.errors import KVFrameError, PluginError, UnknownNameError
-from kvframe.foreign import call, safe_reason
+from kvframe.contract.foreign import call, safe_reason
 from kvframe.loading.registry import Registry
 from kvframe_testing.laws import ConformanceError
 

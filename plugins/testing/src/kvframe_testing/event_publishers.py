@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from kvframe.contract.event_publisher import EventPublisher, OpenEventPublisher
-from kvframe.foreign import safe_text
+from kvframe.contract.foreign import safe_text
 from kvframe_testing.checks import Check, Checks, make_part
 from kvframe_testing.laws import ConformanceError, answer_of, require
 

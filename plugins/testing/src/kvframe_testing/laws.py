@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 from kvframe.contract.errors import KVFrameError, PluginError
+from kvframe.contract.foreign import call
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.specs import (
     RELATIVE_BIAS,
@@ -18,7 +19,6 @@ from kvframe.contract.specs import (
     RelativeBias,
     TokenRange,
 )
-from kvframe.foreign import call
 from kvframe.planning.answers import are_ranges
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from kvframe.contract.errors import ModelError, shorten
-from kvframe.foreign import safe_text
+from kvframe.contract.foreign import safe_text
 
 _REPOSITORY = re.compile(
     r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[A-Za-z0-9][\w./-]*))?", re.ASCII

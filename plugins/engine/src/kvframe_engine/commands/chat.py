@@ -24,7 +24,7 @@ from kvframe.cli.options import (
     stack_option,
 )
 from kvframe.contract.errors import KVFrameError, ModelError
-from kvframe.foreign import call
+from kvframe.contract.foreign import call
 from kvframe_engine.commands.interrupts import ctrl_c_raises
 from kvframe_engine.commands.options import device_option, drafts_option, log_lines
 from kvframe_engine.commands.sampling import sampling_options

@@ -13,7 +13,7 @@ import click
 
 from kvframe.cli.options import TEXT_TYPE
 from kvframe.contract.errors import FileError, RequestError, shorten
-from kvframe.files import as_text, parse_json, read_bytes, read_stream, reason_of
+from kvframe.contract.files import as_text, parse_json, read_bytes, read_stream, reason_of
 from kvframe_engine.ranks.environment import find_rank
 
 _MAX_BYTES = 256 << 20

@@ -9,7 +9,7 @@ import attrs
 import click
 
 from kvframe.contract.errors import shown
-from kvframe.foreign import safe_text
+from kvframe.contract.foreign import safe_text
 
 if TYPE_CHECKING:
     from kvframe_engine.engine import Engine

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from kvframe import InputSequence
 from kvframe.contract.errors import FileError
-from kvframe.files import as_text, parse_json, reason_of
+from kvframe.contract.files import as_text, parse_json, reason_of
 
 FORMAT, VERSION = "kvframe.prefixes", 4
 MAX_HEADER_BYTES = 1 << 20

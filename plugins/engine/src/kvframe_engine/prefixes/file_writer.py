@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvframe import InputSequence
 from kvframe.contract.errors import FileError
-from kvframe.files import exists
+from kvframe.contract.files import exists
 from kvframe_engine.contract.errors import PrefixFileError
 from kvframe_engine.prefixes.file_format import (
     LENGTH_BYTES,

@@ -20,9 +20,9 @@ import torch
 
 from kvframe import BlockTables, KVCachePlan, KVCacheStorage, StepBatch
 from kvframe.contract.errors import PlanError
+from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import ModelInput
 from kvframe.contract.order import IntArray
-from kvframe.foreign import safe_text
 from kvframe_engine.contract.errors import EngineError
 from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.ranks.links import END, Aside, Failure, Link, end_process, packed

@@ -24,7 +24,7 @@ from typing import Any
 import attrs
 
 from kvframe.contract.errors import listed
-from kvframe.foreign import safe_reason
+from kvframe.contract.foreign import safe_reason
 from kvframe_engine.contract.errors import EngineError
 
 RANK_FAILED_EXIT_CODE = 71

@@ -10,9 +10,9 @@ import numpy as np
 
 from kvframe import Hints, KVCacheManager, KVCachePlan, Stack, content_key
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError, shown
+from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.specs import ENCODER
-from kvframe.foreign import safe_text
 from kvframe_engine.requests.params import SamplingParams, bad_params
 from kvframe_engine.requests.progress import NO_HINTS, NO_INPUTS, input_sequences
 from kvframe_engine.requests.prompt import AnyPrompt, Prompt, unpacked

@@ -10,8 +10,8 @@ import attrs
 
 from kvframe import Registry
 from kvframe.contract.errors import KVFrameError, ModelError, PluginError, RequestError
+from kvframe.contract.foreign import call
 from kvframe.contract.model import LoadedModel
-from kvframe.foreign import call
 from kvframe_engine.contract.logits import LogitsProcessor, Vocabulary
 from kvframe_engine.requests.params import bad_params
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from kvframe.foreign import safe_text
+from kvframe.contract.foreign import safe_text
 from kvframe_engine.requests.output import RequestOutput, Transcript
 from kvframe_engine.requests.params import SamplingParams as SamplingParams
 from kvframe_engine.requests.processors import Started

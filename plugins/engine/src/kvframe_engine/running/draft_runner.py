@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from kvframe import Layers, StepBatch
+from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
-from kvframe.foreign import safe_text
 from kvframe_engine.graphs.sizes import Generating, UsualStep
 from kvframe_engine.requests.request import Request
 from kvframe_engine.running.model_runner import ModelRunner

@@ -20,8 +20,8 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from kvframe.contract.errors import PluginError
+from kvframe.contract.foreign import call
 from kvframe.contract.order import IntArray
-from kvframe.foreign import call
 from kvframe_engine.contract.logits import LogitsProcessor, ProcessedRequest
 from kvframe_engine.requests.params import SamplingParams
 from kvframe_engine.requests.processors import Started

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Generic
 import attrs
 import numpy as np
 
+from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
-from kvframe.foreign import safe_text
 from kvframe_engine.contract.proposer import DraftRequest, Proposer
 from kvframe_engine.requests.progress import RequestT
 from kvframe_engine.scheduling.pace import MAX_PAUSE, Pace

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, Generic
 
 from kvframe.contract.errors import PluginError
-from kvframe.foreign import call
+from kvframe.contract.foreign import call
 from kvframe_engine.contract.scheduling import FCFS, QueuedRequest, SchedulingPolicy
 from kvframe_engine.requests.progress import RequestT
 

@@ -43,8 +43,8 @@ from typing import TYPE_CHECKING, Generic, cast
 import numpy as np
 
 from kvframe.contract.errors import KVFrameError
+from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
-from kvframe.foreign import safe_text
 from kvframe_engine.contract.scheduling import FCFS, SchedulingPolicy
 from kvframe_engine.requests.progress import FinishReason, RequestProgress, RequestT
 from kvframe_engine.scheduling.drafting import Continue, Drafting

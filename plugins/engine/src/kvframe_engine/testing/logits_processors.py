@@ -13,7 +13,7 @@ from kvframe_testing.checks import Check, Checks
 from kvframe_testing.laws import ConformanceError
 
 from kvframe.contract.errors import PluginError, RequestError
-from kvframe.foreign import call
+from kvframe.contract.foreign import call
 from kvframe_engine.contract.logits import LogitsProcessor, ProcessedRequest, Vocabulary
 
 NUM_STEPS = 12

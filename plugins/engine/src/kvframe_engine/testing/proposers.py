@@ -12,7 +12,7 @@ from kvframe_testing.checks import Check, Checks, make_part
 from kvframe_testing.laws import ConformanceError
 
 from kvframe.contract.errors import PluginError
-from kvframe.foreign import call, safe_repr
+from kvframe.contract.foreign import call, safe_repr
 from kvframe_engine.contract.proposer import DraftRequest, Proposer
 
 NUM_STEPS = 60

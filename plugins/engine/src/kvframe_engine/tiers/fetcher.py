@@ -11,7 +11,7 @@ from time import monotonic
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.foreign import safe_text
+from kvframe.contract.foreign import safe_text
 from kvframe_engine.requests.fetch import Fetch
 from kvframe_engine.tiers.read_rate import ReadRate
 from kvframe_engine.tiers.stored_pages import StoredPages

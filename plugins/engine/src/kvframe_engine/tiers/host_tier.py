@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe import BlockPool, KVCacheManager
-from kvframe.foreign import safe_text
+from kvframe.contract.foreign import safe_text
 from kvframe_engine.host_storage import HostStorage
 
 BlockIds = npt.NDArray[np.int32]

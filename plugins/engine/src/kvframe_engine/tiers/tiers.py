@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe import KVCacheManager, PrefixBlocks
-from kvframe.foreign import safe_text
+from kvframe.contract.foreign import safe_text
 from kvframe_engine.host_storage import HostStorage
 from kvframe_engine.requests.fetch import Fetch
 from kvframe_engine.requests.progress import RequestProgress

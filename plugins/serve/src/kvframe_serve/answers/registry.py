@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from kvframe.contract import PluginError, StackError, UnknownNameError
-from kvframe.foreign import call
+from kvframe.contract.foreign import call
 from kvframe_serve.answers.format import AnswerFormat
 
 GROUP = "kvframe.answers"

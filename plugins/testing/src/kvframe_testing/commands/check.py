@@ -137,7 +137,7 @@ def _import(name: str, host: PluginHost, claims: Sequence[Claim]) -> Any:
     import importlib.util
     import sys
 
-    from kvframe.foreign import call
+    from kvframe.contract.foreign import call
     from kvframe.loading.misnamed import hint_for
 
     path = Path(name)
