@@ -37,9 +37,9 @@ class Need:
     Without a value in any field, it needs all tokens.
 
     Attributes:
-        last: The last so many tokens before ``n``: of a window all but one, of a state 1. None for another form.
-        chunk: The tokens since the last multiple of so many. None for another form.
-        first: The first so many tokens too, whatever ``n`` is.
+        last: How many tokens before ``n`` are needed: of a window all but one, of a state 1. None for another form.
+        chunk: The length of a chunk; the tokens of the one that ``n`` is in are needed. None for another form.
+        first: How many tokens from the first one on are needed too, whatever ``n`` is.
         deaths: If no other form is exact, when each block is needed no longer, from the first block on. A death of 0
             stands for never.
     """

@@ -124,7 +124,7 @@ _sizes = optional(
 
 
 def _words(*of_word: Validator, of_set: Validator = _set) -> Any:
-    """Return a field of words, each of which passes some validators, as do all together."""
+    """Return the validator of a set of words: ``of_word`` checks each word, and ``of_set`` the set."""
     return and_(deep_iterable(and_(_word, *of_word), _set), of_set)
 
 
