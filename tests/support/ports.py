@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import random
 import socket
 import tempfile
@@ -17,7 +18,7 @@ _claims: list[IO[str]] = []
 
 def free_port() -> int:
     """Return a port of 127.0.0.1 that nothing listens on; it is this process's until it ends."""
-    folder = Path(tempfile.gettempdir()) / "kvframe_ports"
+    folder = Path(tempfile.gettempdir()) / f"kvframe_ports_{os.getuid()}"  # another user may write no file of this one
     folder.mkdir(exist_ok=True)
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         claim = (folder / str(port)).open("w")
